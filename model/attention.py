@@ -54,7 +54,7 @@ class PackedLayout:
     @property
     def first_indices(self) -> Tensor:
         """The packed index of each sequence's first token, `[B]`."""
-        return self.unpack[:, 0]
+        return self.unpack[:, 0]  # [B]
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class ScaledDotProductAttention(nn.Module):
         """The attention weights, `[T, 3H]` -> `[B, N, S, S]`: each row (a query's weights) sums to one."""
         query, key, _ = by_head(qkv, self.num_heads, layout)  # [B, N, S, D]
         bias = None if bias is None else bias.to(qkv.dtype)
-        return _softmax(query, key, _key_mask(layout, bias), self.scale)
+        return _softmax(query, key, _key_mask(layout, bias), self.scale)  # [B, N, S, S]
 
 
 def attention(
@@ -143,7 +143,7 @@ def from_slots(x: Tensor, layout: AnyLayout) -> Tensor:
 def real_slots(layout: AnyLayout) -> Tensor:
     """`[B, S]`, True where a slot has a token."""
     if isinstance(layout, PaddedLayout):
-        return layout.attention_mask.bool()
+        return layout.attention_mask.bool()  # [B, S]
     columns = torch.arange(layout.unpack.shape[1], device=layout.lengths.device)  # [S]
     return columns < layout.lengths[:, None]  # [B, S]
 
@@ -174,13 +174,14 @@ def _gathered(
     scale: float | None,
 ) -> Tensor:
     query, key, value = by_head(qkv, num_heads, layout)  # [B, N, S, D]
+    # None, [B, 1, 1, S], or with a bias [B, N, S, S]
     mask = bias if layout.full else _key_mask(layout, bias)
     if qkv.dtype in HALF and not qkv.is_cuda and torch.is_grad_enabled():
-        context = _written_out(query, key, value, mask, dropout, scale)
+        context = _written_out(query, key, value, mask, dropout, scale)  # [B, N, S, D]
     else:
         context = F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale
-        )
+        )  # [B, N, S, D]
     context = context.transpose(1, 2).flatten(2)  # [B, N, S, D] -> [B, S, H]
     return from_slots(context, layout)  # [T, H]
 
@@ -207,7 +208,7 @@ def _softmax(query: Tensor, key: Tensor, mask: Tensor | None, scale: float | Non
     if mask is not None:
         is_bool = mask.dtype == torch.bool
         scores = scores.masked_fill(~mask, -torch.inf) if is_bool else scores + mask
-    return scores.softmax(dim=-1)
+    return scores.softmax(dim=-1)  # [B, N, S, S]
 
 
 def _varlen(qkv: Tensor, num_heads: int, layout: PackedLayout, scale: float | None) -> Tensor:
@@ -242,8 +243,8 @@ def _onnx(
         dtype=qkv.dtype,
         shape=query.shape,
         version=1,
-    )
-    return from_slots(context, layout)
+    )  # [B, S, H]
+    return from_slots(context, layout)  # [T, H]
 
 
 def _optional(bias: Tensor | None) -> list[Tensor]:
@@ -267,7 +268,7 @@ def _onnx_cuda(
         dtype=qkv.dtype,
         shape=query.shape,
         version=1,
-    )
+    )  # [T, H]
 
 
 def _padded(
@@ -277,6 +278,6 @@ def _padded(
     query, key, value = by_head(qkv, num_heads, layout)  # [B, N, S, D]
     mask = (1.0 - layout.attention_mask.to(qkv.dtype)) * torch.finfo(qkv.dtype).min  # [B, S]
     mask = mask[:, None, None, :]  # [B, 1, 1, S]
-    mask = mask if bias is None else bias + mask
+    mask = mask if bias is None else bias + mask  # [B, 1, 1, S], or with a bias [B, N, S, S]
     context = _written_out(query, key, value, mask, 0.0, scale)  # [B, N, S, D]
     return from_slots(context.transpose(1, 2).flatten(2), layout)  # [T, H]

@@ -13,11 +13,10 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from model.attention import PackedLayout
 from model.checkpoints import reader
+from model.data import examples
 from model.fill import DEFAULT_CHECKPOINT, find_checkpoint, read_encoder
 from model.training.capture import capture
-from service.core import packing
 from service.core.encode import Encoding
 
 MAX_TOKENS = 48  # labels and cells of more are too small to read
@@ -26,11 +25,9 @@ MAX_TOKENS = 48  # labels and cells of more are too small to read
 @torch.no_grad()
 def attention_maps(encoder: nn.Module, encoding: Encoding) -> Tensor:
     """Return the attention weights of an encoder of any family, `[L, N, S, S]`: rows (queries) sum to one."""
-    packed = packing.pack([encoding])
-    inputs = (packed.input_ids, packed.token_type_ids, packed.position_ids)
     with capture(encoder, attention_weights=True) as captured:
-        encoder(*map(torch.as_tensor, inputs), PackedLayout.of(packed.layout))
-    return torch.cat(captured.attention_weights)
+        encoder(*examples.pack([encoding]))
+    return torch.cat(captured.attention_weights)  # L times [1, N, S, S] -> [L, N, S, S]
 
 
 def draw(

@@ -39,15 +39,17 @@ class Embeddings(nn.Module):
 
     def __init__(self, config: BertConfig):
         super().__init__()
-        self.word = nn.Embedding(config.vocab_size, config.embedding_width)
-        self.position = nn.Embedding(config.max_position_embeddings, config.embedding_width)
-        self.token_type = nn.Embedding(config.type_vocab_size, config.embedding_width)
-        self.norm = nn.LayerNorm(config.embedding_width, eps=config.layer_norm_eps)
+        width = config.embedding_width
+        self.word = nn.Embedding(config.vocab_size, width)  # [V, E]
+        self.position = nn.Embedding(config.max_position_embeddings, width)  # [positions, E]
+        self.token_type = nn.Embedding(config.type_vocab_size, width)  # [segments, E]
+        self.norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor, position_ids: Tensor) -> Tensor:
         """`[T]` each -> `[T, E]`."""
-        x = self.word(input_ids) + self.token_type(token_type_ids) + self.position(position_ids)
+        x = self.word(input_ids)  # [T, E]
+        x = x + self.token_type(token_type_ids) + self.position(position_ids)  # [T, E]
         return self.dropout(self.norm(x))  # [T, E]
 
 
@@ -56,11 +58,11 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config: BertConfig):
         super().__init__()
-        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)  # weight [3H, H]
         self.attend = ScaledDotProductAttention(
             config.num_attention_heads, config.attention_probs_dropout_prob
         )
-        self.output = nn.Linear(config.hidden_size, config.hidden_size)
+        self.output = nn.Linear(config.hidden_size, config.hidden_size)  # weight [H, H]
 
     def forward(self, x: Tensor, layout: AnyLayout, bias: Tensor | None = None) -> Tensor:
         """`[T, H]` -> `[T, H]`. bias: added to the attention scores, `[1 or B, N, S, S]`"""
@@ -74,8 +76,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: BertConfig):
         super().__init__()
-        self.up = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.down = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.up = nn.Linear(config.hidden_size, config.intermediate_size)  # weight [I, H]
+        self.down = nn.Linear(config.intermediate_size, config.hidden_size)  # weight [H, I]
         self.activation = ACTIVATIONS[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -184,15 +186,16 @@ class MaskedLM(nn.Module):
         self.dense = nn.Linear(config.hidden_size, config.embedding_width)
         self.activation = ACTIVATIONS[config.hidden_act]
         self.norm = nn.LayerNorm(config.embedding_width, eps=config.layer_norm_eps)
-        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size))  # [V]
 
     def forward(self, hidden_states: Tensor, word_embeddings: Tensor) -> Tensor:
         """Hidden states of masked tokens `[M, H]` and the embedding table `[V, E]` -> logits `[M, V]`."""
-        return F.linear(self.transform(hidden_states), word_embeddings, self.bias)  # [M, V]
+        transformed = self.transform(hidden_states)  # [M, E]
+        return F.linear(transformed, word_embeddings, self.bias)  # [M, V]
 
     def transform(self, hidden_states: Tensor) -> Tensor:
         """What is multiplied by the output matrix: `[M, H]` -> `[M, E]`."""
-        return self.norm(self.activation(self.dense(hidden_states)))
+        return self.norm(self.activation(self.dense(hidden_states)))  # [M, E]
 
 
 class NextSentence(nn.Module):

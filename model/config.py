@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self, get_type_hints
 
 @dataclass(frozen=True)
 class BertConfig:
-    """Field names and defaults are those of the hub's `config.json` for `model_type: bert`.
+    """Fields have the names and defaults of the hub's `config.json` for `model_type: bert`.
 
     model_type: the family's name in `config.json`
     widening: intermediate_size / hidden_size of presets

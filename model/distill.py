@@ -2,7 +2,7 @@
 
 The student is a subset of a checkpoint's layers, or a new encoder of any family. It learns from rows, as in
 fine-tuning, from plain text, as in pretraining, or from both; the table `losses` has the weight of each loss. The
-training loop, and how an interrupted run resumes, are those of `finetune`.
+training loop and the resumption of an interrupted run are the same as in `finetune`.
 """
 
 import math

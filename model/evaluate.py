@@ -1,6 +1,6 @@
 """Evaluate heads: `python -m model.evaluate CHECKPOINT --eval HEAD=FILE ... [--max-length N]`.
 
-The service's own code encodes text and decodes outputs, so metrics are those of the served model.
+The service's own code encodes text and decodes outputs, so the metrics hold for the served model.
 `judge` evaluates any function from encodings to outputs: PyTorch, or a session of the exported graph.
 """
 

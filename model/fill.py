@@ -3,20 +3,18 @@
 import argparse
 from pathlib import Path
 
-import numpy as np
 import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from model.attention import PackedLayout
 from model.checkpoints import reader
 from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.tokenizer_files import read_tokenizer
+from model.data import examples
 from model.families.registry import family_of
 from model.heads import Pretraining
-from service.core import packing
 from service.core.encode import Encoder
 
 DEFAULT_CHECKPOINT = Path("runs/quartet-mini/pretrain/checkpoint")
@@ -53,14 +51,11 @@ def fill(
     """
     mask = family_of(model.config).special_tokens["mask"]
     [encoded] = encoder.texts([text], truncate=False)
-    packed = packing.pack(encoded.windows)
-    masked = np.flatnonzero(packed.input_ids == encoder.tokenizer.token_to_id(mask))
+    inputs = examples.pack(encoded.windows)
+    masked = torch.nonzero(inputs[0] == encoder.tokenizer.token_to_id(mask)).squeeze(1)  # [M]
     if not len(masked):
         raise ValueError(f"the text has no {mask} to fill in")
-    inputs = map(torch.as_tensor, (packed.input_ids, packed.token_type_ids, packed.position_ids))
-    token_logits, _ = model(
-        *inputs, PackedLayout.of(packed.layout), torch.as_tensor(masked)
-    )  # [M, V]
+    token_logits, _ = model(*inputs, masked)  # [M, V]
     best = token_logits.softmax(-1).topk(min(top_k, token_logits.shape[1]))
     return [
         [(encoder.tokenizer.id_to_token(i), p) for i, p in zip(ids, probabilities, strict=True)]

@@ -2,7 +2,7 @@
 
 A head takes the last hidden state `[T, H]` and the layout, and returns logits per sequence `[B, C]` or per token
 `[T, C]`. The masked language model takes the hidden states of mask tokens `[M, H]` and the word embeddings, and returns
-`[M, V]`; the sparse embedding takes those of all tokens, and returns `[B, V]`. `EncoderWithHeads` is one encoder with
+`[M, V]`; the sparse embedding takes all hidden states, and returns `[B, V]`. `EncoderWithHeads` is one encoder with
 named heads; `Pretraining` is one with the heads of pretraining.
 
 Shapes as in `model/bert.py`: T tokens, B sequences, H hidden, C labels, M masked tokens, V vocabulary
@@ -38,6 +38,7 @@ class SequenceClassification(nn.Module):
         self.classifier = nn.Linear(config.hidden_size, num_labels)
 
     def forward(self, hidden_states: Tensor, layout: AnyLayout) -> Tensor:
+        """`[T, H]` -> `[B, C]`."""
         pooled = self.pooler(hidden_states, layout)  # [B, H]
         return self.classifier(self.dropout(pooled))  # [B, C]
 
@@ -51,6 +52,7 @@ class TokenClassification(nn.Module):
         self.classifier = nn.Linear(config.hidden_size, num_labels)
 
     def forward(self, hidden_states: Tensor, layout: AnyLayout) -> Tensor:
+        """`[T, H]` -> `[T, C]`."""
         return self.classifier(self.dropout(hidden_states))  # [T, C]
 
 
@@ -62,6 +64,7 @@ class Spans(nn.Module):
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
 
     def forward(self, hidden_states: Tensor, layout: AnyLayout) -> Tensor:
+        """`[T, H]` -> `[T, 2]`."""
         return self.qa_outputs(hidden_states)  # [T, 2]
 
 
@@ -80,9 +83,10 @@ class SentenceEmbedding(nn.Module):
         self.dense = dense if dense is not None else nn.Sequential()
 
     def forward(self, hidden_states: Tensor, layout: AnyLayout) -> Tensor:
+        """`[T, H]` -> `[B, D]`. D: H for each pooling, or the width of the last dense layer"""
         parts = [POOLINGS[mode](hidden_states, layout) for mode in self.pooling]  # [B, H] each
         pooled = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)  # [B, modes * H]
-        return self.dense(pooled)  # [B, modes * H], or the width of the last dense layer
+        return self.dense(pooled)  # [B, D]
 
 
 class TokenEmbedding(nn.Module):
@@ -93,7 +97,8 @@ class TokenEmbedding(nn.Module):
         self.dense = dense
 
     def forward(self, hidden_states: Tensor, layout: AnyLayout) -> Tensor:
-        return self.dense(hidden_states)  # [T, H] -> [T, D]
+        """`[T, H]` -> `[T, D]`."""
+        return self.dense(hidden_states)  # [T, D]
 
 
 class SparseEmbedding(nn.Module):
@@ -114,9 +119,10 @@ class SparseEmbedding(nn.Module):
         bias, parts = self.masked_lm.bias, []
         for start in range(0, len(bias), VOCABULARY_PART):
             part = slice(start, start + VOCABULARY_PART)
+            # [B * S, E] and [part, E] -> [B * S, part]
             logits = F.linear(slots.flatten(0, 1), word_embeddings[part], bias[part])
             parts.append(max_slots(logits.view(*slots.shape[:2], -1), layout))  # [B, part]
-        return torch.cat(parts, dim=1)
+        return torch.cat(parts, dim=1)  # [B, V]
 
 
 class TokenWeights(nn.Module):
@@ -127,6 +133,7 @@ class TokenWeights(nn.Module):
         self.linear = nn.Linear(width, 1)
 
     def forward(self, hidden_states: Tensor, layout: AnyLayout) -> Tensor:
+        """`[T, H]` -> `[T, 1]`."""
         return F.relu(self.linear(hidden_states))  # [T, 1]
 
 
@@ -244,11 +251,12 @@ class Pretraining(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Token logits at the packed indices `masked` [M] (or all) and next-sentence logits [B, 2]."""
         hidden_states = self.encoder(input_ids, token_type_ids, position_ids, layout)  # [T, H]
+        # [M, H]; without `masked`, M is T
         at_masked = hidden_states if masked is None else hidden_states.index_select(0, masked)
         token_logits = self.masked_lm(at_masked, self.encoder.embeddings.word.weight)  # [M, V]
         if self.next_sentence is None:
             return token_logits, None
-        return token_logits, self.next_sentence(hidden_states, layout)
+        return token_logits, self.next_sentence(hidden_states, layout)  # [M, V], [B, 2]
 
     def predictions(
         self, inputs: Inputs, masked: Tensor, labels: Tensor, is_next: Tensor

@@ -56,14 +56,14 @@ def max_tokens(hidden_states: Tensor, layout: AnyLayout) -> Tensor:
 def max_slots(slots: Tensor, layout: AnyLayout) -> Tensor:
     """The largest number of each dimension over each sequence's slots with a token: `[B, S, H]` -> `[B, H]`."""
     if isinstance(layout, PaddedLayout):
-        slots = slots.masked_fill(~real_slots(layout)[:, :, None], -torch.inf)
+        slots = slots.masked_fill(~real_slots(layout)[:, :, None], -torch.inf)  # [B, S, H]
     # A packed layout fills padding slots with the sequence's own first token, which does not change the maximum.
     return slots.amax(dim=1)  # [B, H]
 
 
 def _real(hidden_states: Tensor, layout: AnyLayout) -> Tensor:
     """`[B, S, 1]`, 1 where a slot has a token, else 0."""
-    return real_slots(layout)[:, :, None].to(hidden_states.dtype)
+    return real_slots(layout)[:, :, None].to(hidden_states.dtype)  # [B, S] -> [B, S, 1]
 
 
 def _sum(hidden_states: Tensor, layout: AnyLayout, weights: Tensor) -> Tensor:

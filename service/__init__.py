@@ -2,7 +2,7 @@
 
 from service.core.standard_streams import open_standard_streams
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Called here, because every entry point of this repository imports this package before it opens a file to write.
 open_standard_streams()

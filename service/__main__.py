@@ -38,6 +38,8 @@ TELEMETRY_OFF = (
     "ORT_DISABLE_TELEMETRY"  # of ONNX Runtime; service.core.session sets it to 1 where it is unset
 )
 
+COMMAND = "quartet-serve"  # of the installed package
+
 log = structlog.get_logger()
 
 
@@ -99,14 +101,17 @@ def serve(settings: Settings, source: KeySource | None = None) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return a parser with a flag for every setting, whose help text is the field's description."""
+    command = Path(sys.argv[0]).name
     parser = argparse.ArgumentParser(
-        "python -m service", description="Serve bundles over HTTP.", allow_abbrev=False
+        command if command == COMMAND else "python -m service",
+        description="Serve bundles over HTTP.",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"quartet {__version__}")
     parser.add_argument(
         "--check-config",
         action="store_true",
-        help="print each setting and where it is from, and end; with 2 and the reasons where it cannot be served with",
+        help="print each setting and its origin, and end; the exit status is 2 if a setting is invalid",
     )
     for name, field in Settings.model_fields.items():
         if name not in NOT_FLAGS:

@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "python -m service.keys",
         description="Make a key: python -m service.keys NAME >> keys.toml",
     )
-    parser.add_argument("name", metavar="NAME", help="who is to have it")
+    parser.add_argument("name", metavar="NAME", help="name of the key's owner, which the log shows")
     name = parser.parse_args(argv).name
     if not re.fullmatch(NAME, name):
         parser.error("NAME: letters, digits, '_' and '-', at most 64")

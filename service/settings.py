@@ -60,7 +60,7 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
 
     config: Path | None = Field(
-        None, description="file of settings, by these names; unset, quartet.toml where it exists"
+        None, description="file of settings with these names; unset, quartet.toml if it exists"
     )
     bundles: Annotated[tuple[Path, ...], NoDecode] = Field(
         (),
@@ -69,15 +69,16 @@ class Settings(BaseSettings):
     )
     models_dir: Path | None = Field(
         None,
-        description="directory of bundles that may come while the service runs; unset, none may",
+        description="directory of bundles that can be loaded while the service runs; unset, none can",
     )
     watch_s: float | None = Field(
         None,
         gt=0,
-        description="look into models_dir every so many seconds and serve what is there; unset, bundles come by order",
+        description="seconds between scans of models_dir, whose bundles are served; unset, only administrators load"
+        " them",
     )
     host: str = Field(
-        "127.0.0.1", description="address to listen on; 0.0.0.0 to be reached from other machines"
+        "127.0.0.1", description="address to listen on; 0.0.0.0 for clients on other machines"
     )
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     uds: Path | None = Field(
@@ -87,22 +88,22 @@ class Settings(BaseSettings):
     uds_mode: str = Field(
         "660",
         pattern=r"^0?[0-7]{3}$",
-        description="permissions of that socket's file, in octal digits; a proxy must be able to write to it",
+        description="permissions of the Unix socket's file, in octal digits; a proxy must be able to write to it",
     )
     root_dialect: RootDialect = Field(
         "native",
-        description="API whose endpoints have paths without a prefix; the native ones are always under /native, too",
+        description="API that has the paths without a prefix; the native API is always under /native, too",
     )
     tiktoken_file: Path | None = Field(
         None,
-        description="file of OpenAI's tokens, cl100k_base.tiktoken; set, token ids sent to /v1/embeddings are these;"
-        " unset, the model's own",
+        description="file of OpenAI's tokens, cl100k_base.tiktoken, by which /v1/embeddings reads token ids;"
+        " unset, the ids are the model's own",
     )
     metrics_port: int | None = Field(
         None,
         ge=0,
         le=65535,
-        description="port of their own for metrics, and health checks, without keys; unset, they share the other",
+        description="separate port for metrics and health checks, without keys; unset, they use the main port",
     )
     grpc_port: int | None = Field(
         None,
@@ -113,37 +114,39 @@ class Settings(BaseSettings):
     http_workers: int | None = Field(
         None,
         ge=0,
-        description="HTTP processes, in addition to one that computes; unset, 1, or on a GPU half of the cores up to 4;"
-        " 0 does both in one process",
+        description="HTTP processes, in addition to the inference process; unset, 1, or on a GPU half of the cores up"
+        " to 4; 0 does both in one process",
     )
     precision: Literal["auto", "fp32", "int8", "fp16"] = Field(
         "auto",
         description="graph to run; auto takes the bundle's default, fp32 is slowest and most exact",
     )
     provider: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="where to run; name one to fail at start rather than run elsewhere"
+        "auto", description="device; cpu or cuda ends the start if the device is not usable"
     )
     replicas: int | None = Field(
         None,
         ge=1,
-        description="batches that run at once and share the threads; unset, one on each thread, or"
-        " one on all when little waits (on a GPU two)",
+        description="batches that run at once and share the threads; unset, one per thread, or"
+        " one on all threads if few texts wait (on a GPU two)",
     )
     threads: int | None = Field(
         None,
         ge=1,
-        description="threads that all batches run on; unset, as many as there are usable cores; unused on a GPU",
+        description="threads for all batches; unset, one per usable core; unused on a GPU",
     )
     spin: bool = Field(
         False,
-        description="let session threads spin between batches, too; a little faster where the cores are ours alone",
+        description="let session threads spin between batches; slightly faster if no other process needs the cores",
     )
     arena: bool = Field(
         False,
-        description="let the runtime keep memory between batches instead of the C library; faster on some machines",
+        description="let ONNX Runtime keep memory between batches, not the C library; faster on some machines",
     )
     max_batch_tokens: int = Field(
-        16_384, ge=1, description="tokens in one batch; lower for latency, raise for a large GPU"
+        16_384,
+        ge=1,
+        description="tokens in one batch; lower it for latency, raise it for a large GPU",
     )
     max_batch_size: int | None = Field(
         None, ge=1, description="sequences in one batch; unset, 64, or on a GPU 256"
@@ -157,13 +160,13 @@ class Settings(BaseSettings):
     max_wait_ms: float = Field(
         0.0,
         ge=0,
-        description="wait this long for company when idle; raise for many small requests",
+        description="time that a request waits for others while the device is idle; raise it for many small requests",
     )
     max_queue_tokens: int | None = Field(
         None,
         ge=1,
-        description="tokens that may wait before requests get 429; unset, 262144, or on a GPU what it computes in 3 s"
-        " if that is more; lower to refuse sooner",
+        description="limit of waiting tokens, above which requests get 429; unset, 262144, or on a GPU the tokens of"
+        " 3 s if these are more; lower it to refuse earlier",
     )
     max_inputs_per_request: int = Field(
         1024, ge=1, description="texts in one request; raise for bulk clients"
@@ -171,7 +174,8 @@ class Settings(BaseSettings):
     max_characters_per_input: int = Field(
         250_000,
         ge=1,
-        description="characters of one text; raise for longer ones, which take up to 600 bytes a character to cut",
+        description="characters of one text; raise it for longer texts, which take up to 600 bytes of memory a"
+        " character",
     )
     max_body_bytes: int = Field(
         10 * 1024 * 1024, ge=1, description="size of a request body; raise for long texts in bulk"
@@ -179,57 +183,62 @@ class Settings(BaseSettings):
     gzip_min_bytes: int = Field(
         16_384,
         ge=0,
-        description="size of an answer from which it is compressed for clients that accept gzip; 0 compresses none;"
-        " lower for slow links",
+        description="bytes of a response from which it is compressed for clients that accept gzip; 0 compresses none;"
+        " lower it for slow networks",
     )
     max_connections: int = Field(
         1000,
         ge=1,
-        description="connections kept at once, by all processes that speak HTTP; raise for many clients",
+        description="open connections of all HTTP processes; raise it for many clients",
     )
     keep_alive_s: float = Field(
         75.0,
         gt=0,
-        description="idle connections are closed after this time; set it longer than a proxy keeps its idle connections"
-        " to the service",
+        description="seconds after which idle connections are closed; set it longer than a proxy keeps its idle"
+        " connections to the service",
     )
     header_timeout_s: float = Field(
-        20.0, gt=0, description="headers must arrive within this time; raise for slow links"
+        20.0,
+        gt=0,
+        description="seconds within which headers must arrive; raise it for slow networks",
     )
     body_timeout_s: float = Field(
-        30.0, gt=0, description="a body must arrive within this time; raise for slow links"
+        30.0,
+        gt=0,
+        description="seconds within which a body must arrive; raise it for slow networks",
     )
     deadline_ms: int = Field(
         30_000,
         ge=1,
-        description="answer within this time or with 504; X-Request-Timeout-Ms may shorten it",
+        description="milliseconds after which a request gets 504; X-Request-Timeout-Ms may shorten it",
     )
     hang_s: float = Field(
         5.0,
         ge=1,
-        description="a process that is silent, or a batch that runs, for so long hangs and is given up; raise where"
-        " processes get no core for seconds",
+        description="seconds after which a process without a heartbeat, or a running batch, counts as hanging; raise"
+        " it if processes get no core for seconds",
     )
     drain_delay_s: float = Field(
         0.0,
         ge=0,
-        description="stay open for so long after SIGTERM, not ready but serving; for load balancers that take a while"
-        " to look elsewhere",
+        description="seconds after SIGTERM in which the service is not ready but still serves; for load balancers"
+        " that need time to select other servers",
     )
     drain_s: float = Field(
         30.0,
         ge=0,
-        description="time for requests to finish after SIGTERM and that delay; keep below the platform's own",
+        description="seconds for requests to finish after SIGTERM and drain_delay_s; keep it below the platform's"
+        " limit",
     )
     api_keys: Path | None = Field(
         None,
-        description="file of keys; with any key, only health checks and pages are open to all",
+        description="file of keys; with any key, only health checks and pages need none",
     )
     api_key: SecretStr | None = Field(
-        None, description="one key, as it is sent; for inference, without rates"
+        None, description="one key in plain text, for inference, without rate limits"
     )
     keys: Annotated[Keys, NoDecode] = Field(
-        {}, description="keys by name, as in a file of keys (the variable holds JSON)"
+        {}, description="keys by name, as in a file of keys (the variable contains JSON)"
     )
     forwarded_allow_ips: str = Field(
         "127.0.0.1",
@@ -238,18 +247,18 @@ class Settings(BaseSettings):
     )
     cors_origins: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
-        description="origins whose pages may ask from a browser; unset, only the service's own"
+        description="origins whose pages may call the service from a browser; unset, only the service's own"
         " (the variable separates them with ',')",
     )
     runtime_telemetry: bool = Field(
         False,
-        description="let ONNX Runtime send its telemetry to Microsoft; set it only to help its developers",
+        description="let ONNX Runtime send telemetry to Microsoft; set it only to help its developers",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="least severe line to print; debug adds health checks and tracebacks"
     )
     log_format: Literal["auto", "console", "json"] = Field(
-        "auto", description="auto prints for people on a terminal and JSON elsewhere"
+        "auto", description="auto: console on a terminal, JSON elsewhere"
     )
 
     @classmethod
@@ -274,7 +283,7 @@ class Settings(BaseSettings):
     @classmethod
     def _somewhere(cls, value: float | None, info: ValidationInfo) -> float | None:
         if value is not None and info.data.get("models_dir") is None:
-            raise ValueError("there is no models_dir to look into")
+            raise ValueError("needs models_dir, which is unset")
         return value
 
     @field_validator("uds")
@@ -288,14 +297,14 @@ class Settings(BaseSettings):
     @classmethod
     def _apart(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value and value == info.data.get("port"):
-            raise ValueError("must not be the other port")
+            raise ValueError("must differ from port")
         return value
 
     @field_validator("grpc_port")
     @classmethod
     def _alone(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value and value in (info.data.get("port"), info.data.get("metrics_port")):
-            raise ValueError("must not be another port of the service")
+            raise ValueError("must differ from port and metrics_port")
         return value
 
     @field_validator("api_key")
@@ -328,7 +337,7 @@ class Settings(BaseSettings):
     def _are_origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for origin in value:
             if not re.fullmatch(ORIGIN, origin):
-                raise ValueError(f"{origin!r} is no origin, as https://example.org is one")
+                raise ValueError(f"{origin!r} is not an origin such as https://example.org")
         return value
 
     @field_validator("precision", "provider", "log_level", "log_format", mode="before")

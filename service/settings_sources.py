@@ -17,6 +17,7 @@ from service.token_table import read_token_table
 
 FILE = Path("quartet.toml")  # read when no other file is named
 BUNDLES = Path("bundles")  # searched when no bundle is named
+DEFAULT_BUNDLE = Path(__file__).parent / "default_bundle"  # exists in an installed wheel only
 NOT_IN_FILES = frozenset({"api_key", "config"})
 CANNOT_GO_ON = 4  # the exit status of a service in a state from which it cannot recover
 PATHS = frozenset({"api_keys", "bundles", "models_dir", "tiktoken_file", "uds"})
@@ -130,7 +131,7 @@ def read_file(path: Path) -> Given:
 def refuse_empty(given: Given, origins: Mapping[str, str]) -> None:
     """Raise ConfigError for settings that are set to an empty value."""
     if empty := [f"{origins[name]}: {name}" for name in given if is_empty(given[name])]:
-        raise ConfigError(f"{', '.join(empty)}: is empty; leave it out to have the default")
+        raise ConfigError(f"{', '.join(empty)}: is empty; leave it out for the default")
 
 
 def is_empty(value: object) -> bool:
@@ -158,11 +159,16 @@ def beside(path: Path, value: object) -> object:
 
 
 def find_bundles() -> tuple[Path, ...]:
-    """Return the bundles in `BUNDLES`, sorted by name. Raises ConfigError when there are none."""
+    """Return the bundles in `BUNDLES`, sorted by name, or else the default bundle of an installed wheel.
+
+    Raises ConfigError when there are none.
+    """
     # A main process whose settings name the bundles does not need this import.
     from service.core.bundle import MANIFEST
 
     found = tuple(sorted(manifest.parent for manifest in BUNDLES.glob(f"[!.]*/{MANIFEST}")))
+    if not found and (DEFAULT_BUNDLE / MANIFEST).is_file():
+        return (DEFAULT_BUNDLE,)
     if not found:
         raise ConfigError(f"name a bundle to serve: there is none in {BUNDLES}/")
     return found

@@ -88,7 +88,7 @@ def endless_loop() -> list[onnx.NodeProto]:
 
 
 def greed() -> list[onnx.NodeProto]:
-    """Each batch needs a hundred megabytes, and cannot be computed where they are not to be had."""
+    """Each batch needs a hundred megabytes, and fails if they are not available."""
     return [
         constant("large", [LARGE]),
         constant("zero", 0),

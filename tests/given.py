@@ -1,4 +1,4 @@
-"""Directories as optimum writes them: a graph of some encoder of random weights, with what lies beside it."""
+"""Directories as optimum writes them: an encoder's graph with random weights, and the files next to it."""
 
 import logging
 import warnings

@@ -56,7 +56,7 @@ def save_beside(
     model_type: str,
     **fields: Any,
 ) -> Any:
-    """Write a model of any encoder of transformers beside a tokenizer that a family has; returns the model."""
+    """Write any encoder of transformers and a family's tokenizer to one folder; returns the model."""
     config = transformers.AutoConfig.for_model(
         model_type,
         vocab_size=tokenizer.get_vocab_size(),

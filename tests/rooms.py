@@ -26,6 +26,7 @@ ORDER = (
     "service.server",
     "service.processes",
     "service.__main__",
+    "service.command",
     "service.predict",
     "model.network",
     "model.families",

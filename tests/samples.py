@@ -25,7 +25,7 @@ def sentence(rng: random.Random) -> str:
 
 
 def text(words: int, seed: int = 0) -> str:
-    """A text of so many words."""
+    """A text of this many words."""
     rng = random.Random(seed)
     made: list[str] = []
     while len(made) < words:

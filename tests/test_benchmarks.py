@@ -63,7 +63,7 @@ async def test_closed_loop() -> None:
 
 @pytest.mark.exclusive
 async def test_closed_loop_waits_until_all_were_answered() -> None:
-    """The window begins when every connection was answered once; each answer is told by its request."""
+    """The window begins when every connection was answered once; each response has the index of its request."""
     turns = asyncio.Semaphore()
 
     async def one_at_a_time(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -78,7 +78,7 @@ async def test_closed_loop_waits_until_all_were_answered() -> None:
         found = await closed_loop(port, REQUESTS, connections=10, seconds=1.0, warm_s=0)
 
     assert 0.2 + 1.0 <= found.lasted < 20
-    assert found.percentile(1) > 150  # nobody was first
+    assert found.percentile(1) > 150  # there was no first one
     assert found.numbers is not None
     assert [0, 1, 2] == sorted({*found.numbers})
     assert found.requests == len(found.numbers)
@@ -165,7 +165,7 @@ def test_rounds(tiny_bundle: Path, tmp_path: Path) -> None:
 
 
 def test_answers_count_by_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rate is of answers of mean size, whichever of them a window held."""
+    """A rate counts responses of mean size, independent of the responses in the window."""
     found = Measured(1, 2.0, np.full(3, 0.1), numbers=np.array([0, 1, 1]))
     monkeypatch.setattr(rounds, "run_load", lambda _, load: (load.close(), (found, 0.6))[1])
     one = rounds.measure_closed(Running(0, None, 0.0), REQUESTS, np.array([0.5, 1.5]), 1, 2.0)
@@ -189,7 +189,7 @@ async def test_self_measured_with_a_noop_server(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_as_many_as_another_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a no-op server is asked is what the service answered so far; before that, the service is asked first."""
+    """The no-op server gets as many requests as the service has answered; before that, the service is first."""
     one = rounds.Contender(NOOP, Running(0, None, 0.0), REQUESTS, np.ones(3), rounds.Tested("one"))
     first = rounds.Window(8, 70.0, 1.0, 2.0, 3.0, 0.1)
     monkeypatch.setattr(rounds, "working", lambda _: nullcontext())
@@ -210,7 +210,7 @@ def test_ratios_are_taken_within_a_round() -> None:
 
 
 def test_cores_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers get the first cores, whoever asks the others; a machine of no more is shared by all."""
+    """Servers get the first cores, the load generator the others; few cores are shared."""
     kept: list[list[int]] = []
     monkeypatch.setattr("os.sched_setaffinity", lambda _, cores: kept.append(cores))
     for cores, asking in (({4, 5, 6}, [6]), ({4, 5}, [4, 5])):
@@ -268,7 +268,7 @@ def test_operations_per_token(tiny_bundle: Path, tiny_checkpoint: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.exclusive
 def test_bench(tiny_bundle: Path, tmp_path: Path, monkeypatch, capsys) -> None:
-    """The bare sessions are measured in turn with the servers, and what is wanted stands beside what is found."""
+    """The sessions of the ONNX Runtime baseline take turns with the servers; goals are shown next to the results."""
     monkeypatch.setattr(onnxruntime_baseline, "TRIAL_S", 0.01)
     monkeypatch.setattr(rounds, "WARM_S", 0.05)
     texts = tmp_path / "texts"
@@ -312,7 +312,7 @@ def test_only_what_was_better_in_every_round_is_advised() -> None:
 
 
 def test_a_picture_of_a_comparison(tmp_path: Path) -> None:
-    """Of whoever answered; who was left out has no line."""
+    """The picture has a line for each server that was measured."""
     load = {"rate": 3.0, "p99_ms": 4.0}
     rows = [
         {"server": "quartet fp32", "closed": {"8": load, "1": load}},
@@ -344,7 +344,7 @@ def test_runs_side_by_side() -> None:
 
 @pytest.mark.slow
 def test_pretraining(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A family is pretrained, judged and fine-tuned; asked again it knows, and it is told in a table and a picture."""
+    """A family is pretrained, evaluated and fine-tuned; a second run reads the results for table and picture."""
     monkeypatch.setattr(checksums, "LOCK", tmp_path / "datasets.toml")
     checksums.LOCK.touch()  # or these files would have to be those that have their names
     data = tmp_path / "data"

@@ -172,6 +172,29 @@ def test_an_empty_variable_of_make_is_an_unset_one():
     )
 
 
+@pytest.mark.parametrize("target", ["", "help", "serve", "test"])
+@pytest.mark.parametrize("system", ["Darwin", "MINGW64_NT-10.0-26100"])
+def test_make_needs_linux(tmp_path, target, system):
+    """On another system, each target ends with one line that names the container image."""
+    fake = tmp_path / "uname"
+    fake.write_text(f"#!/bin/sh\necho {system}\n")
+    fake.chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    run = subprocess.run(
+        ["make", *filter(None, [target])],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    (line,) = (run.stdout + run.stderr).splitlines()
+    assert run.returncode != 0
+    assert f"Quartet needs Linux, and this system is {system}: " in line
+    assert "docker compose up" in line
+
+
 def train_commands(*arguments: str, **variables: str) -> list[list[str]]:
     """The training and the export of `make train`, without its environment."""
     command = ["make", "--no-print-directory", "--dry-run", "--old-file=.venv/.test", "train"]
@@ -252,7 +275,7 @@ def test_image_installs_nothing_of_training(target):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_an_extra_is_installed_where_it_is_asked_for(tmp_path, target):
+def test_a_selected_extra_is_installed(tmp_path, target):
     """What the stage hands to pip are the requirements of the device and of EXTRAS."""
     (script,) = STAGES[f"build-{target}"].all("RUN")
     called = tmp_path / "python3"
@@ -268,7 +291,7 @@ def test_an_extra_is_installed_where_it_is_asked_for(tmp_path, target):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_image_runs_as_nobody_in_particular(target):
+def test_image_runs_as_an_unprivileged_user(target):
     """The image's user is a number, so that a platform can see that it is not root."""
     user = image(target).all("USER")[-1]
 
@@ -296,7 +319,7 @@ def test_image_does_not_remember_the_package_index(target):
     ids=["classic builder", "classic builder told so", "BuildKit"],
 )
 def test_cuda_is_installed_only_where_it_is_wanted(tmp_path, arguments, fills):
-    """The classic builder runs stages that nobody asked for, and does not fetch CUDA for them."""
+    """The classic builder runs unused stages, too, and does not download CUDA for them."""
     (script,) = STAGES["build-gpu"].all("RUN")
     fake = tmp_path / "python3"
     fake.write_text("#!/bin/sh\necho called\n")

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from service import __version__
 from service.api import (
     admin,
     analysis_schemas,
@@ -30,6 +31,7 @@ from service.keys import read_keys
 from service.settings import NOT_FLAGS, Settings, flag, variable
 from service.settings_sources import configure
 from tests import reference_pages
+from tests.words import avoided, find_files
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -333,3 +335,75 @@ def test_every_decision_is_listed():
         r"^- \[(.+)\]\((.+)\)$", (folder / "README.md").read_text("utf-8"), re.MULTILINE
     )
     assert sorted((title, name) for name, title in pages.items()) == sorted(listed)
+
+
+ENTRY = re.compile(r"^- (.*(?:\n  .*)*)", re.MULTILINE)
+RELEASE = re.compile(r"^## \[(?:Unreleased\]|\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d)$")
+
+
+def test_changelog_has_dated_versions():
+    """The newest version is the package's; a version has a date and only Added, Changed, Fixed and the like."""
+    headings = re.findall(r"^##+ .*$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
+    releases = [line for line in headings if line.startswith("## ")]
+    kinds = {line for line in headings if line.startswith("### ")}
+
+    assert [] == [line for line in releases if not RELEASE.match(line)]
+    versions = [line for line in releases if "Unreleased" not in line]
+    assert versions[0].startswith(f"## [{__version__}] - ")
+    assert kinds <= {
+        "### Added",
+        "### Changed",
+        "### Deprecated",
+        "### Removed",
+        "### Fixed",
+        "### Security",
+    }
+
+
+def test_changelog_entries_are_short():
+    """An entry names the feature first, then a colon, and has at most 25 words."""
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    entries = [" ".join(entry.split()) for entry in ENTRY.findall(text)]
+
+    assert len(entries) > 50
+    assert [] == [entry for entry in entries if len(entry.split()) > 25]
+    assert [] == [entry for entry in entries if not re.match(r"[^:]{2,60}: .+[^.]\.$", entry)]
+
+
+FOLDERS = (
+    "benchmarks",
+    "bundles",
+    "deploy",
+    "docs",
+    "export",
+    "model",
+    "service",
+    "tests",
+    ".github",
+)
+MOST = 0.5  # phrasings to avoid in 1,000 words
+
+
+@pytest.mark.parametrize("folder", [*FOLDERS, ":(glob)*"])
+def test_words_are_plain(folder):
+    """Prose, comments, docstrings and messages have few phrasings to avoid: `python -m tests.words` lists them."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a Git checkout, so the project's own files are not known")
+    counts = [avoided(path) for path in find_files(folder)]
+    words = sum(count for count, _ in counts)
+    found = [line for _, lines in counts for line in lines]
+
+    assert words > 0
+    assert 1000 * len(found) / words <= MOST, "\n".join(line for _, line in found[:50])
+
+
+def test_phrasings_to_avoid_are_found(tmp_path):
+    """Comments, docstrings and messages are searched, but not names and short strings."""
+    page, code = tmp_path / "page.md", tmp_path / "code.py"
+    page.write_text("Nobody waits.\n\nA client waits.\n")
+    code.write_text(
+        '"""Tell who asks."""\n# beside it\nwho = "whom"\nfail("it is told of a fault")\n'
+    )
+
+    assert (5, [1]) == (avoided(page)[0], [number for number, _ in avoided(page)[1]])
+    assert [2, 1, 4] == [number for number, _ in avoided(code)[1]]

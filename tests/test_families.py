@@ -200,7 +200,7 @@ def test_every_family_is_a_case(model_type: str) -> None:
 
 @every_case
 def test_hidden_states(case: Case, tmp_path: Path) -> None:
-    """All hidden states are those of transformers, for every batch, and the same packed, alone and padded."""
+    """All hidden states equal transformers', for every batch, and are the same packed, alone and padded."""
     peer = perturb(transformers.AutoModel.from_config(case.config()))
     peer.save_pretrained(tmp_path)
     encoder = reader.load_encoder(tmp_path, pooler=False)
@@ -220,8 +220,8 @@ def test_hidden_states(case: Case, tmp_path: Path) -> None:
 
 
 @every_case
-def test_who_attends_to_whom(case: Case, tmp_path: Path) -> None:
-    """The weights of every layer and head are those of transformers."""
+def test_attention_weights(case: Case, tmp_path: Path) -> None:
+    """The weights of every layer and head equal transformers' weights."""
     peer = transformers.AutoModel.from_config(case.config(), attn_implementation="eager")
     perturb(peer).save_pretrained(tmp_path)
     encoder = reader.load_encoder(tmp_path, pooler=False)
@@ -239,7 +239,7 @@ def test_who_attends_to_whom(case: Case, tmp_path: Path) -> None:
 @every_case
 @pytest.mark.parametrize("task", TASKS)
 def test_heads(case: Case, task: str, tmp_path: Path) -> None:
-    """The logits of every head are those of transformers, and a round trip leaves the files as they were."""
+    """The logits of every head equal transformers' logits, and a round trip does not change the files."""
     if (case.model_type, task) in NOT_THERE:
         pytest.skip(f"transformers has no {task} head for {case.model_type}")
     more = {} if task == "qa" else {"num_labels": 3, "id2label": LABELS}
@@ -294,7 +294,7 @@ def test_nomic_bert_drops_where_transformers_does() -> None:
 
 
 def test_modernbert_may_tell_two_texts_apart(tmp_path: Path) -> None:
-    """By what is added to the second one's tokens; to the first nothing is, and transformers reads that."""
+    """A learnt vector is added to the second text's tokens only, and transformers reads the checkpoint."""
     torch.manual_seed(0)
     config = replace(family_config(CASES["modernbert"]), type_vocab_size=2)
     model = EncoderWithHeads(config, {"ner": Head(task="ner", labels=("A", "B", "C"))}).eval()
@@ -485,7 +485,7 @@ def test_what_electra_shares(tmp_path: Path) -> None:
 
 @every_case
 def test_a_head_begins_with_the_pooler(case: Case, tmp_path: Path) -> None:
-    """Where the family has one, and by whatever name."""
+    """The pooler is part of the head if the family has one, under any name."""
     peer = perturb(transformers.AutoModel.from_config(case.config()))
     peer.save_pretrained(tmp_path)
     described = {"a": Head(task="classification", labels=("x", "y"))}
@@ -594,7 +594,7 @@ def test_graphs_are_pytorch(exported: Exported, layout: str) -> None:
 
 @every_family
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
-def test_company(exported: Exported, precision: Precision) -> None:
+def test_batch_invariance(exported: Exported, precision: Precision) -> None:
     """A text's logits are the same alone as with others."""
     session = exported.session(precision)
     packed = exported.batch(MIXED)
@@ -670,7 +670,7 @@ def server(request: pytest.FixtureRequest, exports: Callable[[str], Exported]) -
 
 
 def scores(folder: Path, texts: list[Any]) -> list[dict[str, float]]:
-    """What transformers says of each text or pair."""
+    """Transformers' scores of each text or pair."""
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     told = []
@@ -787,7 +787,7 @@ def masked_server(
 def test_filled_masks_are_those_of_transformers(
     masked_server: Server, masked: Exported, model_type: str
 ) -> None:
-    """Tokens, texts and scores are those of transformers' pipeline, the scores to 1e-4; also for targets."""
+    """Tokens, texts and scores equal the results of transformers' pipeline, the scores to 1e-4; also for targets."""
     pipeline = transformers.pipeline("fill-mask", model=str(masked.checkpoint), device=-1)
     texts = [text.format(mask=pipeline.tokenizer.mask_token) for text in MASKED]
     vocabulary = pipeline.tokenizer.get_vocab()

@@ -57,7 +57,7 @@ def labels(expression):
 
 @pytest.fixture(scope="module")
 def samples(tiny_bundle):
-    """What a service that has just been started tells."""
+    """The metrics of a service that has just started."""
 
     async def scrape():
         metrics = Metrics()
@@ -160,8 +160,8 @@ def test_observers_are_wanted_pinned_and_locked_down(name):
     assert all((ROOT / volume.split(":")[0]).exists() for volume in ours)
 
 
-def test_nobody_gets_into_grafana_without_a_name():
-    """There is no anonymous access, and nobody signs up."""
+def test_grafana_has_no_anonymous_access():
+    """Anonymous access and sign-up are off."""
     environment = COMPOSE["services"]["grafana"]["environment"]
 
     assert "false" == environment["GF_AUTH_ANONYMOUS_ENABLED"]

@@ -1,1 +1,1 @@
-"""Compare Quartet's answers with those of transformers' pipelines: `python -m benchmarks.compat`."""
+"""Compare the answers of Quartet and of transformers' pipelines: `python -m benchmarks.compat`."""

@@ -1,6 +1,6 @@
 """Ask a running service and transformers' pipelines the same of 500 real texts, and fail where they disagree.
 
-    python -m benchmarks.compat [--texts N] [--models minilm roberta xlm-roberta] [--out FILE]
+    python -m benchmarks.compat [--texts N] [--models minilm roberta xlm-roberta] [--tasks NAME ...] [--out FILE]
 
 An answer may differ from the pipeline's only by what docs/reference/compat.md lists, and then has to be what the
 pipeline gives with exactly that difference. The pipeline for questions is that of transformers 5.2, in an environment
@@ -25,8 +25,10 @@ from benchmarks.compat.checkpoints import MAX_LENGTH
 from benchmarks.compat.compare import AT_ONCE, Tally
 from benchmarks.lib import environments, machine, run_record, servers
 from benchmarks.lib.environments import PEERS, ROOT
+from service.core.decode import AnswerSpan
 
 PEER = "question_answering"
+TASKS = ("classify", "zero-shot", "rerank", "vectors", "fill-mask", "ner", "qa")
 MODELS: dict[str, Callable[[Path, Sequence[str]], Path]] = {
     "minilm": lambda folder, _: checkpoints.minilm(folder),
     "roberta": lambda folder, corpus: checkpoints.at_random("roberta", corpus, folder),
@@ -47,11 +49,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--texts", type=int, default=500, help="how many")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[*TASKS])
     parser.add_argument("--out", type=Path, help="write the JSON line to this file, too")
     given = parser.parse_args()
     count = given.texts
     inputs = Inputs(texts.singles(count), texts.pairs(count), texts.questions(count))
-    environments.build(PEER)
+    if "qa" in given.tasks:
+        environments.build(PEER)
     print(f"{machine.describe()}, transformers {transformers.__version__}")
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
@@ -59,7 +63,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for name in given.models:
             checkpoint = MODELS[name](Path(folder) / name, inputs.texts)
-            for tally in measure(checkpoint, inputs, Path(folder)):
+            for tally in measure(checkpoint, inputs, Path(folder), given.tasks):
                 show(name, tally)
                 rows.append({"model": name, **as_json(tally)})
         run = run_record.describe_run(Path(folder))
@@ -71,18 +75,25 @@ def main() -> int:
     return int(any(row["unexplained"] for row in rows))
 
 
-def measure(checkpoint: Path, inputs: Inputs, scratch: Path) -> Iterator[Tally]:
-    """Yield all comparisons of one model's service and pipelines."""
-    peer_answers = ask_peer(checkpoint / "answers", inputs.questions)
+def measure(
+    checkpoint: Path, inputs: Inputs, scratch: Path, tasks: Sequence[str] = TASKS
+) -> Iterator[Tally]:
+    """Yield the comparisons of one model's service and pipelines."""
+    peer_answers = ask_peer(checkpoint / "answers", inputs.questions) if "qa" in tasks else []
     with servers.serving(servers.quartet("fp32"), bundle_of(checkpoint), scratch) as running:
-        ask = partial(post, running.port)
-        yield from compare.classify(ask, checkpoint, inputs.texts, inputs.pairs, MAX_LENGTH)
-        yield from compare.zero_shot(ask, checkpoint, inputs.texts, MAX_LENGTH)
-        yield from compare.rerank(ask, checkpoint, inputs.pairs, MAX_LENGTH)
-        yield from compare.vectors(ask, checkpoint, inputs.texts, MAX_LENGTH)
-        yield from compare.fill_mask(ask, checkpoint, inputs.texts, MAX_LENGTH)
-        yield from compare.ner(ask, checkpoint, inputs.texts, MAX_LENGTH)
-        yield from compare.qa(ask, checkpoint, inputs.questions, MAX_LENGTH, peer_answers)
+        ask, length = partial(post, running.port), MAX_LENGTH
+        comparisons: dict[str, Iterator[Tally]] = {
+            "classify": compare.classify(ask, checkpoint, inputs.texts, inputs.pairs, length),
+            "zero-shot": compare.zero_shot(ask, checkpoint, inputs.texts, length),
+            "rerank": compare.rerank(ask, checkpoint, inputs.pairs, length),
+            "vectors": compare.vectors(ask, checkpoint, inputs.texts, length),
+            "fill-mask": compare.fill_mask(ask, checkpoint, inputs.texts, length),
+            "ner": compare.ner(ask, checkpoint, inputs.texts, length),
+            "qa": compare.qa(ask, checkpoint, inputs.questions, length, peer_answers),
+        }
+        for task in TASKS:
+            if task in tasks:
+                yield from comparisons[task]
 
 
 def bundle_of(checkpoint: Path) -> Path:
@@ -105,9 +116,7 @@ def post(
     return results
 
 
-def ask_peer(
-    folder: Path, questions: Sequence[tuple[str, str]]
-) -> list[list[list[compare.Answer]]]:
+def ask_peer(folder: Path, questions: Sequence[tuple[str, str]]) -> list[list[list[AnswerSpan]]]:
     """What the pipeline for questions answers, to each question in each of the ways to ask."""
     how = {"doc_stride": compare.STRIDE, "asked": compare.QUESTIONS}
     lines = [json.dumps({"question": q, "context": c, **how}) for q, c in questions]

@@ -109,6 +109,7 @@ class Connection(asyncio.Protocol):
 
 
 Answered = Callable[[Connection, int, bytes], None]
+OnAnswer = Callable[[int, bytes], None]  # the index of a request, and the body of its answer
 
 
 async def connect(port: int, answered: Answered) -> Connection:
@@ -125,12 +126,14 @@ async def closed_loop(
     warm_s: float = 1.0,
     *,
     retry: bool = False,
+    on_answer: OnAnswer | None = None,
 ) -> Measured:
     """Keep `connections` requests in flight: each connection sends its next one as soon as it is answered.
 
     Requests are sent in order, from the first. Answers within the window count; it begins after `warm_s`, and when
     every connection was answered once, because until then they all send at the same moment.
     retry: count an answer that is not 200, and send the next request at once
+    on_answer: called for each answer with status 200, also before the window
     Raises RuntimeError for an answer that is not 200, unless `retry` is set.
     """
     loop = asyncio.get_running_loop()
@@ -155,6 +158,8 @@ async def closed_loop(
             if not failed.done():
                 failed.set_exception(RuntimeError(f"answered {status}: {body.decode()}"))
             return
+        if status == 200 and on_answer:
+            on_answer(connection.number, body)
         if status != 200 and begin <= now < end:
             others[status] += 1
         elif begin <= now < end:
@@ -206,12 +211,14 @@ async def open_loop(
     patience_s: float = 10.0,
     most: int = 900,
     seed: int = 0,
+    on_answer: OnAnswer | None = None,
 ) -> Measured:
     """Send `rate` requests per second at random moments (Poisson), independently of the answers.
 
     A latency begins when its request is due, so that it includes the stalls of a server (no coordinated omission).
     Requests that are due in the window count if they are answered within `patience_s` after it. At most `most`
     connections are open; a request without a free connection waits for one, and its latency includes the wait.
+    on_answer: called for each answer with status 200, also before the window
     """
     loop = asyncio.get_running_loop()
     rng = np.random.default_rng(seed)
@@ -219,16 +226,22 @@ async def open_loop(
     moments = np.sort(rng.uniform(0.0, warm_s + seconds, count))
     begin = time.perf_counter() + warm_s
     idle: deque[Connection] = deque()
-    waiting: deque[tuple[bytes, float]] = deque()
+    waiting: deque[tuple[int, float]] = deque()
     latencies: list[float] = []
     others: Counter[int] = Counter()
     everything: list[Connection] = []
     left = int(count)
     done: asyncio.Future[None] = loop.create_future()
 
-    def answered(connection: Connection, status: int, _: bytes) -> None:
+    def send_next(connection: Connection) -> None:
+        connection.number, due = waiting.popleft()
+        connection.send(requests[connection.number], due)
+
+    def answered(connection: Connection, status: int, body: bytes) -> None:
         nonlocal left
         sent_at, connection.sent_at = connection.sent_at, 0.0
+        if status == 200 and on_answer:
+            on_answer(connection.number, body)
         if sent_at >= begin:
             if status == 200:
                 latencies.append(time.perf_counter() - sent_at)
@@ -240,7 +253,7 @@ async def open_loop(
         if connection.closed:
             everything.remove(connection)
         elif waiting:
-            connection.send(*waiting.popleft())
+            send_next(connection)
         else:
             idle.append(connection)
 
@@ -248,7 +261,7 @@ async def open_loop(
         connection = await connect(port, answered)
         everything.append(connection)
         if waiting:
-            connection.send(*waiting.popleft())
+            send_next(connection)
         else:
             idle.append(connection)
 
@@ -261,11 +274,11 @@ async def open_loop(
                 await asyncio.sleep(pause)
             if moment >= warm_s and not before:
                 before = time.process_time()
-            waiting.append((requests[number % len(requests)], due))
+            waiting.append((number % len(requests), due))
             while idle and idle[0].closed:
                 idle.popleft()
             if idle:
-                idle.popleft().send(*waiting.popleft())
+                send_next(idle.popleft())
             elif len(everything) + len(growing) < most:
                 task = loop.create_task(grow())
                 growing.add(task)

@@ -308,7 +308,7 @@ def inputs_body(text: str) -> dict[str, Any]:
 
 
 def infinity_embed_body(text: str) -> dict[str, Any]:
-    return {"model": "minilm", "input": text}
+    return {"model": "default/not-specified", "input": text}
 
 
 def infinity_classify_body(text: str) -> dict[str, Any]:
@@ -422,10 +422,23 @@ INFINITY_EMBED = Call(
     "/embeddings", infinity_embed_body, lambda document: document["data"][0]["embedding"]
 )
 
+
+def quartet_as_infinity(precision: str) -> Server:
+    """Return Quartet at a precision, which answers infinity's requests on infinity's paths."""
+    native = quartet(precision)
+
+    def command(python: Path, model: Path, port: int) -> list[str]:
+        return [*native.command(python, model, port), "--root-dialect", "infinity"]
+
+    name = f"{native.name}, infinity's API"
+    return replace(native, name=name, command=command, calls={"embed": INFINITY_EMBED})
+
+
 # Quartet's authors have not run the last two, because their binaries were not available.
 SERVERS = (
     quartet("fp32"),
     quartet("int8"),
+    quartet_as_infinity("fp32"),
     Server(
         name="infinity torch",
         environment="infinity",

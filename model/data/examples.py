@@ -79,8 +79,9 @@ class HeadSettings:
     symmetric: bool = True  # ranking: rank anchors for positives, too
     distance: str = "euclidean"  # triplet: "euclidean" or "cosine"
     margin: float | None = None  # triplet: 1 for Euclidean distance, 0.2 for cosine, unless given
-    # Sparse embeddings: the weight of the FLOPS regularizer, see `sparse_loss`.
+    # Sparse embeddings: the weight of the FLOPS regularizer, and the share of the steps over which it rises from 0.
     flops: float = 0.003
+    flops_ramp: float = 1 / 3
     # Fields of the manifest.
     labels: list[str] = field(default_factory=list)  # empty: the labels in the data
     problem_type: bundle.ProblemType = SINGLE_LABEL
@@ -98,6 +99,8 @@ class HeadSettings:
             raise ValueError("task: heads of late-interaction are not trained here")
         if self.flops < 0:
             raise ValueError(f"flops: {self.flops} is below 0")
+        if not 0 <= self.flops_ramp <= 1:
+            raise ValueError(f"flops_ramp: {self.flops_ramp} is not from 0 to 1")
         check_choice("loss", self.loss, SCORED)
         check_choice("contrast", self.contrast, CONTRASTS)
         check_choice("distance", self.distance, TRIPLET_DISTANCES)
@@ -485,8 +488,32 @@ class Loss(NamedTuple):
 
 
 @dataclass(frozen=True)
+class FlopsRegularizer:
+    """The FLOPS regularizer of sparse embeddings (Paria et al. 2020), with the schedule of its weight.
+
+    weight: after the ramp
+    ramp: share of the steps over which the weight rises from 0, by the square of the progress (Formal et al. 2021); 0
+        for no rise
+    """
+
+    weight: float
+    ramp: float
+
+    def weight_at(self, progress: float) -> float:
+        """Return the weight; progress is from 0 at the first step of the run to 1 at the last."""
+        return self.weight * min(1.0, progress / self.ramp) ** 2 if self.ramp else self.weight
+
+    def loss(self, logits: Tensor) -> Loss:
+        """Return the sum over the vocabulary of the squared mean weight, from logits [2B + N, V].
+
+        It is the operations of a dot product of two texts. It makes most weights 0.
+        """
+        return Loss(token_weights(logits).mean(dim=0).square().sum(), 1.0)
+
+
+@dataclass(frozen=True)
 class ExampleStream:
-    """An endless, shuffled, reproducible stream of batches for one head, with its loss."""
+    """An endless, shuffled, reproducible stream of batches for one head, with its loss and its regularizer."""
 
     name: str
     head: str
@@ -494,6 +521,7 @@ class ExampleStream:
     batch_size: int
     weight: float
     loss: Callable[[Tensor, Batch], Loss]
+    regularizer: FlopsRegularizer | None = None
 
     @property
     def size(self) -> int:
@@ -560,13 +588,15 @@ def streams(
         (settings.contrast, related, settings.batch_size, CONTRASTS[settings.contrast](settings)),
         (settings.loss, scored, settings.scored_batch_size, SCORED[settings.loss]),
     ]
+    regularizer = None
     if head.task == "sparse-embedding":
+        regularizer = FlopsRegularizer(settings.flops, settings.flops_ramp)
         kinds = [
-            (kind, some, size, functools.partial(sparse_loss, loss=loss, flops=settings.flops))
+            (kind, some, size, functools.partial(sparse_loss, loss=loss))
             for kind, some, size, loss in kinds
         ]
     return [
-        ExampleStream(f"{name}/{kind}", name, some, size, settings.weight, loss)
+        ExampleStream(f"{name}/{kind}", name, some, size, settings.weight, loss, regularizer)
         for kind, some, size, loss in kinds
         if some
     ]
@@ -598,8 +628,8 @@ def class_weights(
     return torch.as_tensor(balanced, dtype=torch.float32)
 
 
-def pack(encodings: Sequence[Window], device: torch.device) -> Inputs:
-    """Return the inputs of a model for one batch."""
+def pack(encodings: Sequence[Window], device: torch.device | str = "cpu") -> Inputs:
+    """Return the inputs of a model for one batch: ids, segments and positions `[T]` each, and the layout."""
     packed = packing.pack(encodings)
     arrays = (packed.input_ids, packed.token_type_ids, packed.position_ids)
     ids, types, positions = (torch.as_tensor(array, device=device) for array in arrays)
@@ -749,17 +779,14 @@ def cosine_loss(vectors: Tensor, batch: Batch) -> Loss:
     return Loss(F.mse_loss(cosines, _joined(batch, vectors)), 1.0)
 
 
-def sparse_loss(
-    logits: Tensor, batch: Batch, loss: Callable[[Tensor, Batch], Loss], flops: float
-) -> Loss:
-    """Return the loss of the weights of tokens, from logits [2B + N, V], plus `flops` times the FLOPS regularizer.
+def token_weights(logits: Tensor) -> Tensor:
+    """Return the weights of tokens, log(1 + relu(logit)) (SPLADE, Formal et al. 2021)."""
+    return torch.log1p(F.relu(logits))
 
-    The regularizer is the sum over the vocabulary of the squared mean weight (Paria et al. 2020; Formal et al. 2021):
-    the operations of a dot product of two texts. It makes most weights 0.
-    """
-    weights = torch.log1p(F.relu(logits))
-    value, uniform = loss(weights, batch)
-    return Loss(value + flops * weights.mean(dim=0).square().sum(), uniform)
+
+def sparse_loss(logits: Tensor, batch: Batch, loss: Callable[[Tensor, Batch], Loss]) -> Loss:
+    """Return the loss of the weights of tokens, from logits [2B + N, V]."""
+    return loss(token_weights(logits), batch)
 
 
 SCORED = {"cosent": cosent_loss, "cosine": cosine_loss}

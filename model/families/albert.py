@@ -20,7 +20,7 @@ from model.families.bert_names import BERT
 
 @dataclass(frozen=True)
 class AlbertConfig(BertConfig):
-    """Defaults are those of `albert-base-v2`.
+    """Defaults are the values of `albert-base-v2`.
 
     num_hidden_groups: groups of layers, each shared by consecutive depths
     inner_group_num: layers of a group

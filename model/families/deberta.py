@@ -35,7 +35,7 @@ TERMS = ("c2p", "p2c")  # content to position, position to content
 
 @dataclass(frozen=True)
 class DebertaConfig(BertConfig):
-    """Defaults are those of `DebertaConfig` in transformers, which has BERT's positions only.
+    """Defaults are the values of `DebertaConfig` in transformers, which has BERT's positions only.
 
     embedding_size: width of the embedding tables, where it is not hidden_size
     relative_attention: whether scores depend on distances

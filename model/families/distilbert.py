@@ -17,7 +17,7 @@ from model.families.bert_names import BERT
 
 @dataclass(frozen=True)
 class DistilBertConfig(BertConfig):
-    """Defaults are those of `distilbert-base-uncased`; `words` has the names in its `config.json`."""
+    """Defaults are the values of `distilbert-base-uncased`; `words` has the names in its `config.json`."""
 
     model_type: ClassVar[str] = "distilbert"
     words: ClassVar[Mapping[str, str | None]] = {

@@ -24,7 +24,7 @@ from model.families.roberta import ROBERTA
 
 @dataclass(frozen=True)
 class ElectraConfig(BertConfig):
-    """Defaults are those of `google/electra-small-discriminator`.
+    """Defaults are the values of `google/electra-small-discriminator`.
 
     generator_size: width of the generator as a share of the encoder's, rounded to whole heads; not in transformers
     """

@@ -26,7 +26,7 @@ CUTOFF = 2  # standard deviations, at which initial weights are truncated
 
 @dataclass(frozen=True)
 class ModernBertConfig(BertConfig):
-    """Defaults are those of `answerdotai/ModernBERT-base`.
+    """Defaults are the values of `answerdotai/ModernBERT-base`.
 
     layer_types: GLOBAL or LOCAL for each layer; by default every third is global, from the first on
     local_attention: width of a local layer's window in tokens, half of it before a token and half after
@@ -88,7 +88,7 @@ class ModernBertConfig(BertConfig):
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> Self:
-        """Read a hub `config.json`, with current names or those of the first release."""
+        """Read a hub `config.json`, with current names or with the names of the first release."""
         named = dict(config)
         every = named.get("global_attn_every_n_layers")
         if every and not named.get("layer_types"):

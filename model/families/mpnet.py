@@ -24,7 +24,7 @@ FARTHEST = 128  # tokens; all larger distances share a bucket
 
 @dataclass(frozen=True)
 class MPNetConfig(RobertaConfig):
-    """Defaults are those of `microsoft/mpnet-base`."""
+    """Defaults are the values of `microsoft/mpnet-base`."""
 
     model_type: ClassVar[str] = "mpnet"
     absent: ClassVar[Mapping[str, Any]] = {"max_position_embeddings": 512, "layer_norm_eps": 1e-12}

@@ -26,7 +26,7 @@ from model.families.modernbert import (
 
 @dataclass(frozen=True)
 class NomicBertConfig(BertConfig):
-    """Defaults are those of `nomic-ai/nomic-embed-text-v1.5`.
+    """Defaults are the values of `nomic-ai/nomic-embed-text-v1.5`.
 
     rope_theta: base of the RoPE frequencies
     """

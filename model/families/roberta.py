@@ -22,7 +22,7 @@ from model.families.bert_names import BERT
 
 @dataclass(frozen=True)
 class RobertaConfig(BertConfig):
-    """Defaults are those of `roberta-base`."""
+    """Defaults are the values of `roberta-base`."""
 
     model_type: ClassVar[str] = "roberta"
     absent: ClassVar[Mapping[str, Any]] = {
@@ -100,7 +100,7 @@ ROBERTA = replace(
 
 @dataclass(frozen=True)
 class XlmRobertaConfig(RobertaConfig):
-    """Defaults are those of `xlm-roberta-base`."""
+    """Defaults are the values of `xlm-roberta-base`."""
 
     model_type: ClassVar[str] = "xlm-roberta"
     absent: ClassVar[Mapping[str, Any]] = {**RobertaConfig.absent, "vocab_size": 30522}
@@ -110,7 +110,7 @@ class XlmRobertaConfig(RobertaConfig):
 
 @dataclass(frozen=True)
 class CamembertConfig(RobertaConfig):
-    """Defaults are those of `camembert-base`."""
+    """Defaults are the values of `camembert-base`."""
 
     model_type: ClassVar[str] = "camembert"
     absent: ClassVar[Mapping[str, Any]] = {**RobertaConfig.absent, "vocab_size": 30522}

@@ -524,6 +524,10 @@ class DistillationObjective(nn.Module):
             share = progress if annealed else 1.0
             loss = stream.loss(ours.outputs[stream.head], batch)
             weighted[stream.name] = (self.weights["labels"] * share, loss)
+            if regularizer := stream.regularizer:
+                weight = self.weights["labels"] * share * regularizer.weight_at(progress)
+                flops = regularizer.loss(ours.outputs[stream.head])
+                weighted[f"{stream.name}/flops"] = (weight, flops)
         for name, teacher_head in task.teacher_heads.items():
             head = model.described[name]
             if teacher_head is None:

@@ -152,7 +152,7 @@ def set_lr(optimizer: torch.optim.Optimizer | CombinedOptimizer, lr: float) -> N
 def add_normalized_gradients(
     loss: Tensor, parameters: Sequence[nn.Parameter], norm: float, shared: Sequence[nn.Parameter]
 ) -> None:
-    """Add a loss's gradients to those of the parameters, scaled so that the gradient of `shared` has this norm.
+    """Add a loss's gradients to the parameters' gradients, scaled so that the gradient of `shared` has this norm.
 
     Losses with equal norms have equal influence on a step, whatever the size of their gradients (similar to GradNorm,
     Chen et al. 2018, but at every step and for the whole encoder). A loss with a zero gradient adds nothing.

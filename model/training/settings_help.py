@@ -173,6 +173,7 @@ HEAD_SETTINGS: Mapping[str, tuple[str, str]] = {
     "stride": ("ner and qa: tokens that adjacent windows share", "64"),
     "loss": ("embedding, scored pairs: cosent or cosine", '"cosine"'),
     "flops": ("sparse-embedding: weight of the FLOPS regularizer", "0.001"),
+    "flops_ramp": ("sparse-embedding: share of the steps over which the weight rises", "0.5"),
     "contrast": ("embedding, related texts: ranking or triplet", '"triplet"'),
     "scale": ("ranking: factor of cosines", "20.0"),
     "symmetric": ("ranking: rank anchors for positives, too", "false"),

@@ -14,7 +14,7 @@ from model.families.modernbert import slow_dimensions
 
 REACH = 128  # tokens; the score of an equal token falls with the distance, to a half at twice this
 MATCH_SCORE = (
-    8.0  # of an equal token nearby; those of other tokens are about 0 with a deviation of 2
+    8.0  # of an equal token nearby; scores of other tokens are about 0 with a deviation of 2
 )
 
 

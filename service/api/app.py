@@ -48,7 +48,9 @@ log = structlog.get_logger()
 DESCRIPTION = (
     "Classification, entities, answers, embeddings, reranking and fill-mask from one encoder."
 )
+DOCS = "/docs"
 PAGES = Path(__file__).parent / "static"
+SWAGGER_UI = ("fastapi_offline", "static")  # a package, which is not imported, and its folder
 PAGE_HEADERS = {
     "Cache-Control": "no-cache",
     "Content-Security-Policy": "default-src 'none'; connect-src 'self'; img-src 'self'; script-src 'self';"
@@ -59,6 +61,12 @@ PAGE_HEADERS = {
     "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
     "Referrer-Policy": "no-referrer",
     "X-Frame-Options": "DENY",  # for browsers without support for frame-ancestors
+}
+# Swagger UI sets style attributes, has its icons in data URLs, and writes HTML that it has sanitized itself.
+DOCS_HEADERS = {
+    **PAGE_HEADERS,
+    "Content-Security-Policy": "default-src 'none'; connect-src 'self'; img-src 'self' data:; script-src 'self';"
+    " style-src 'self' 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
 }
 # The CORS middleware answers preflights before any access check, because browsers send no key with them.
 CORS: dict[str, Any] = {
@@ -213,7 +221,7 @@ class Pages(StaticFiles):
     ) -> Response:
         scope["headers"] = [pair for pair in scope["headers"] if pair[0] != b"range"]
         response = super().file_response(full_path, stat_result, scope, status_code)
-        response.headers.update(PAGE_HEADERS)
+        response.headers.update(DOCS_HEADERS if scope["path"] == DOCS else PAGE_HEADERS)
         return response
 
 
@@ -237,7 +245,7 @@ class DocumentPage:
 
 
 def add_pages(app: FastAPI) -> None:
-    pages = Pages(directory=PAGES)
+    pages = Pages(directory=PAGES, packages=[SWAGGER_UI])
 
     def add_page(path: str, file: str) -> None:
         @app.get(path, include_in_schema=False)
@@ -245,5 +253,5 @@ def add_pages(app: FastAPI) -> None:
             return await pages.get_response(file, request.scope)
 
     add_page("/", "index.html")
-    add_page("/docs", "docs.html")
+    add_page(DOCS, "docs.html")
     app.mount("/static", pages, name="static")

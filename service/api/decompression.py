@@ -24,7 +24,7 @@ class Inflater:
         """
         while data:
             if self._stream.eof:
-                raise BadRequest(f"the body goes on behind its {self._encoding} stream")
+                raise BadRequest(f"the body continues after its {self._encoding} stream")
             try:
                 piece = self._stream.decompress(data, STEP)
             except zlib.error as error:
@@ -35,7 +35,7 @@ class Inflater:
     def finish(self) -> None:
         """Check that the stream is complete. Raises BadRequest if it is truncated."""
         if not self._stream.eof:
-            raise BadRequest(f"the body ends before its {self._encoding} stream does")
+            raise BadRequest(f"the body ends before the end of its {self._encoding} stream")
 
 
 def inflater(content_encoding: str) -> Inflater | None:

@@ -225,6 +225,7 @@ def open_call(request: HttpRequest, schema: type[R], body: object, deadline: flo
         priority=context.priority,
         tenant=context.tenant,
         isolate_errors=valid.isolates_errors,
+        on_encode=context.count_characters,
         on_submit=context.submit,
         place=valid.place,
     )
@@ -260,9 +261,14 @@ async def receive_body(request: HttpRequest, deadline: float = math.inf) -> byte
 
 
 def reserve_memory(request: HttpRequest) -> Callable[[int], None]:
-    """Return a function that reserves bytes for the body until the request is finished."""
-    reservation = MemoryReservation(service_of(request).body_memory)
-    context_of(request.scope).on_finish.append(lambda _: reservation.release())
+    """Return a function that reserves bytes for the body until the request is finished.
+
+    They count for the API key of the request or, without keys, for the client's address.
+    """
+    service, context = service_of(request), context_of(request.scope)
+    tenant = context.tenant or service.address_of(request.scope)
+    reservation = MemoryReservation(service.body_memory, tenant)
+    context.on_finish.append(lambda _: reservation.release())
     return reservation.take
 
 

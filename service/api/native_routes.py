@@ -210,7 +210,7 @@ async def rank_documents(
     """Compute a ranking. Return the reply and the `top_n` documents (None: all) by falling score."""
     reply = await call.compute(ranking)
     score = partial(ranking.scores, call.engine, reply)
-    scores = await call.within_deadline(call.engine.run(score, reply.usage.tokens))
+    scores = await call.within_deadline(call.engine.run(score, reply.usage.tokens, call.ticket))
     return reply, rank(scores, top_n)
 
 

@@ -148,7 +148,7 @@ def check_parts(body: bytes, most: int) -> None:
         body = body.replace(rb"\\", b"").replace(rb"\"", b"")
     skeleton = body.translate(None, TEXT)
     if len(skeleton) > most and sum(1 for _ in islice(PART.finditer(skeleton), most + 1)) > most:
-        raise TooLarge("the body holds more values than any request has")
+        raise TooLarge("the body has more values than any valid request")
 
 
 def parse_json(body: bytes) -> object:
@@ -213,7 +213,7 @@ class TaskTimeout:
 
     def __enter__(self) -> "TaskTimeout":
         asking = asyncio.current_task()
-        assert asking is not None, "our bug: nobody asks"
+        assert asking is not None, "our bug: no task waits for the body"
         self._asking, self._cancelling = asking, asking.cancelling()
         self._timer = asking.get_loop().call_later(self._seconds, self.end, self._late)
         return self

@@ -262,12 +262,12 @@ class EmbedRequest(TextRequest):
     @model_validator(mode="after")
     def _one_prompt(self) -> Self:
         if self.prompt is not None and self.prompt_name is not None:
-            raise InvalidInput("give prompt or prompt_name, not both", param="prompt")
+            raise InvalidInput("send prompt or prompt_name, not both", param="prompt")
         return self
 
 
 class QaInput(Strict):
-    question: NotBlank = Field(description="what is asked of the context")
+    question: NotBlank = Field(description="the question about the context")
     context: NotBlank = Field(description="the text that the answer is a span of")
 
 
@@ -276,7 +276,7 @@ class QaRequest(HeadRequest):
 
     task = "qa"
 
-    question: NotBlank | None = Field(None, description="what is asked of the context")
+    question: NotBlank | None = Field(None, description="the question about the context")
     context: NotBlank | None = Field(None, description="the text that the answer is a span of")
     inputs: list[QaInput] | None = Field(None, min_length=1, description="several questions")
     stride: AtLeastZero | None = Field(None, description=STRIDE)
@@ -297,7 +297,7 @@ class QaRequest(HeadRequest):
         single = {"question": self.question, "context": self.context}
         given = [name for name, text in single.items() if text is not None]
         if self.inputs is not None and given:
-            raise InvalidInput("give question and context, or inputs, not both", param="inputs")
+            raise InvalidInput("send question and context, or inputs, not both", param="inputs")
         if self.inputs is None and len(given) < len(single):
             missing = [name for name in single if name not in given]
             raise InvalidInput(f"{' and '.join(missing)}: required", param=missing[0])
@@ -335,7 +335,8 @@ class AdminRequest(Strict):
         True, description="keep the version that answered before, so that a rollback is instant"
     )
     allow_new_embedding_space: bool = Field(
-        False, description="though new vectors cannot be compared with those of before"
+        False,
+        description="promote although its vectors cannot be compared with the current version's",
     )
 
 
@@ -343,7 +344,7 @@ class LoadRequest(AdminRequest):
     path: str = Field(description="the bundle's directory in `models_dir`, by its name or its path")
     promote: bool = Field(
         True,
-        description="let it answer for its name; else only who names its version, until it is promoted",
+        description="make it the current version of its name; false: it answers requests for `name@version` only",
     )
     shadow: float = Field(
         0.0,
@@ -363,7 +364,7 @@ class PromoteRequest(AdminRequest):
         " unset, none were needed",
     )
     min_compared: AtLeastOne = Field(
-        100, description="answers that must have been compared, where `max_changed` is set"
+        100, description="compared answers that `max_changed` requires"
     )
 
 
@@ -640,15 +641,15 @@ class Model(BaseModel):
     path: str
     sha256: str | None = Field(description="of its manifest; null while it is being loaded")
     state: str = Field(
-        description="current (answers for its name), previous (did before), pinned (answers who names it in full),"
+        description="current (answers for its name), previous (answered before), pinned (answers `name@version` only),"
         " loading, draining"
     )
     since: str = Field(description="when it got its state")
     embedding_space: str | None
-    requests: int = Field(description="that wait for it or are computed")
-    shadow: float = Field(description="the share of requests that it gets copies of")
+    requests: int = Field(description="requests that wait or are computed")
+    shadow: float = Field(description="share of requests that are mirrored to it")
     compared: dict[str, dict[str, int]] = Field(
-        description="its answers to copies, by head: same, changed, failed, dropped"
+        description="its results of mirrored requests, by head: same, changed, failed, dropped"
     )
 
 
@@ -658,13 +659,17 @@ class AdminModelsResponse(BaseModel):
 
 class IntroducedResponse(BaseModel):
     model: Model
-    previous: Model | None = Field(description="who answered before, kept for a rollback")
-    unloading: list[str] = Field(description="who still answers what it had, and then goes")
+    previous: Model | None = Field(
+        description="the version that answered before, kept for a rollback"
+    )
+    unloading: list[str] = Field(
+        description="versions that complete their requests before they are unloaded"
+    )
 
 
 class UnloadedResponse(BaseModel):
     unloaded: str
-    current: str | None = Field(description="who answers for its name now")
+    current: str | None = Field(description="the version that answers for the name now")
 
 
 class HealthResponse(BaseModel):

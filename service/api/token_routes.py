@@ -44,7 +44,8 @@ async def tokenize(request: Request) -> Response:
         content = {"model": engine.id, "max_length": engine.encoder.max_length, "results": results}
         return json_response(content)
 
-    return await call.within_deadline(engine.run(answer, sum(item.tokens for item in found)))
+    tokens = sum(item.tokens for item in found)
+    return await call.within_deadline(engine.run(answer, tokens, call.ticket))
 
 
 def token_list(
@@ -75,7 +76,9 @@ async def detokenize(request: Request) -> Response:
     call = await receive_call(request, DetokenizeRequest)
     body, engine = call.body, call.engine
     check_vocabulary(engine, body.ids)
-    texts = await call.within_deadline(engine.detokenize(body.ids, body.skip_special_tokens))
+    texts = await call.within_deadline(
+        engine.detokenize(body.ids, body.skip_special_tokens, call.ticket)
+    )
     return json_response({"model": engine.id, "results": texts})
 
 

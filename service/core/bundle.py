@@ -571,7 +571,7 @@ def load(path: Path | str) -> Bundle:
 
 def _read_manifest(folder: Path) -> bytes:
     if not folder.is_dir():
-        raise BundleError(folder, "no such bundle directory")
+        raise BundleError(folder, "the bundle directory does not exist")
     path = folder / MANIFEST
     if path.is_symlink() or path.is_fifo() or path.is_socket() or path.is_char_device():
         raise BundleError(folder, f"{MANIFEST} is not a plain file")
@@ -746,7 +746,7 @@ def writing(path: Path | str, *, replace: bool = False) -> Iterator[Path]:
     Raises FileExistsError when `path` exists and `replace` is false, or when it is neither a bundle nor empty.
     """
     if Path(path).exists() and not replace:
-        raise FileExistsError(f"{path} exists; give another name, or say that it is to be replaced")
+        raise FileExistsError(f"{path} exists; choose another path, or use --replace")
     check_replaceable(Path(path))
     target = Path(path).resolve()  # the target of a link is replaced, not the link
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -768,7 +768,9 @@ def check_replaceable(path: Path) -> None:
     """Raise FileExistsError for a path that exists and is neither a bundle nor an empty directory."""
     empty = not path.exists() or (path.is_dir() and not any(path.iterdir()))
     if not empty and not (path / MANIFEST).is_file():
-        raise FileExistsError(f"{path} is not replaced: it is no bundle, having no {MANIFEST}")
+        raise FileExistsError(
+            f"{path} is not replaced: it is not a bundle, because it has no {MANIFEST}"
+        )
 
 
 def _settle(folder: Path) -> None:

@@ -112,6 +112,12 @@ def mask_positions(packed: Packed, mask_token_id: int) -> Ints:
     return found[np.arange(len(found)) - firsts[sequence] < MOST_MASKS]
 
 
+def count_masks(window: Window, heads: Iterable[Head]) -> int:
+    """Return how many mask tokens of a window get logits of the vocabulary for these heads."""
+    ids = {head.mask_token_id for head in heads if head.mask_token_id is not None}
+    return sum(min(int(np.count_nonzero(window.input_ids == mask)), MOST_MASKS) for mask in ids)
+
+
 def row_starts(packed: Packed, heads: Mapping[str, Head]) -> dict[str, Ints | Int32s]:
     """Return where the rows of each sequence start in the outputs of heads with any number of rows, `[B + 1]`.
 

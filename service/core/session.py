@@ -316,7 +316,7 @@ def find_provider(wanted: Provider) -> str:
     if problem is None:
         return CUDA
     if wanted == "cuda":
-        raise ProviderError(f"CUDA was asked for, but {problem}")
+        raise ProviderError(f"provider is cuda, but {problem}")
     return CPU
 
 

@@ -5,8 +5,7 @@ Calls take and return plain values without HTTP types, so that any API can call 
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
@@ -25,20 +24,21 @@ from service.engines.result_collector import (
 from service.engines.task_plan import TaskPlan, characters
 from service.errors import InvalidInput, TooLarge, UnknownHead
 from service.scheduling.entries import Entry, EntryOutcome, Heads, Outcome
+from service.scheduling.load import Flow
+from service.scheduling.text_threads import LONG_CHARACTERS, TextThreads
 
 T = TypeVar("T")
 W = TypeVar("W")
 C = TypeVar("C", bound=Cut)
 
 STRIDE = 64  # tokens that neighboring windows share, unless the request sets `stride`
-# A helper thread encodes or decodes a request above these limits. There are few helper threads, so that few texts are
-# in memory at once. A request that is cancelled or late while it waits for a helper thread costs no computation.
+# A text thread encodes or decodes a request above these limits. A request that is cancelled or late while it waits for
+# a text thread costs no computation.
 INLINE_CHARACTERS = 4096
 INLINE_TOKENS = 4096
-PART_CHARACTERS = (
-    65_536  # per encoding call of a large request; limits the temporary memory of encoding
-)
-HELPERS = 2
+# Per encoding call of a large request; limits the temporary memory of encoding.
+PART_CHARACTERS = LONG_CHARACTERS
+CHARACTERS_PER_TOKEN = 4  # the size of decoding in a text thread, in characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,7 @@ class Ticket:
 
     deadline: when the client stops waiting, in seconds of `time.monotonic`
     isolate_errors: whether an input that fails gets an error of its own; otherwise it fails the whole request
+    on_encode: called with the number of characters before the engine encodes the inputs
     on_submit: called with the number of tokens when the engine submits the inputs to the device
     place: format of an input's index in error messages
     """
@@ -56,6 +57,7 @@ class Ticket:
     priority: int = 0
     tenant: str = ""
     isolate_errors: bool = False
+    on_encode: Callable[[int], object] | None = None
     on_submit: Callable[[int], object] | None = None
     place: str = "inputs[{}]"
 
@@ -119,12 +121,18 @@ Copies = Callable[[EngineTask[Any], Ticket, Reply[Any]], None]
 class Engine:
     """A served bundle that encodes requests for a device and decodes its outputs.
 
+    text_threads: encode and decode the large requests of all engines
     model: the bundle's current serving state
     copies: receives each completed request, for mirrored traffic; None if the bundle has no mirrored traffic
     """
 
     def __init__(
-        self, texts: BundleTexts, encoder: Encoder, model: ServedModel, device: Device
+        self,
+        texts: BundleTexts,
+        encoder: Encoder,
+        model: ServedModel,
+        device: Device,
+        text_threads: TextThreads,
     ) -> None:
         self.manifest: Manifest = texts.manifest
         self.id = texts.manifest.id
@@ -133,7 +141,7 @@ class Engine:
         self.model = model
         self.copies: Copies | None = None
         self._device = device
-        self._helpers = ThreadPoolExecutor(HELPERS, f"text-{self.id}")
+        self._text_threads = text_threads
         self._users = 0
         self._unused = asyncio.Event()
 
@@ -189,11 +197,11 @@ class Engine:
         if on_result is None:
             outcomes = await self._device.submit(entries)
             decode_all = partial(collector.add_all, entries, outcomes)
-            large = usage.tokens > INLINE_TOKENS or not plan.decodes_inline
-            await self._in_thread(decode_all, large)
+            most = INLINE_TOKENS if plan.decodes_inline else 0
+            await self.run(decode_all, usage.tokens, ticket, most)
         else:
             most = INLINE_TOKENS if plan.decodes_inline else 0
-            outcomes = await self._stream(entries, collector, most)
+            outcomes = await self._stream(entries, collector, ticket, most)
         timing = _timing(outcomes, encode_s, collector.decode_s)
         reply = Reply(plan.heads, collector.results(), usage, timing, errors)
         if self.copies is not None and on_result is None:
@@ -213,7 +221,7 @@ class Engine:
         return [item for item in encoded if item is not None]
 
     async def detokenize(
-        self, ids: Sequence[Sequence[int]], skip_special_tokens: bool
+        self, ids: Sequence[Sequence[int]], skip_special_tokens: bool, ticket: Ticket
     ) -> list[str]:
         """Return the text of each sequence of token ids."""
         tokenizer = self.encoder.tokenizer
@@ -221,10 +229,14 @@ class Engine:
         def decode_all() -> list[str]:
             return [tokenizer.decode(one, skip_special_tokens=skip_special_tokens) for one in ids]
 
-        return await self._in_thread(decode_all, sum(map(len, ids)) > INLINE_TOKENS)
+        return await self.run(decode_all, sum(map(len, ids)), ticket)
 
     async def _stream(
-        self, entries: Sequence[Entry], collector: ResultCollector[C, T], most: int
+        self,
+        entries: Sequence[Entry],
+        collector: ResultCollector[C, T],
+        ticket: Ticket,
+        most: int,
     ) -> list[EntryOutcome]:
         """Submit entries, and decode each input as soon as its last outcome arrives.
 
@@ -233,7 +245,8 @@ class Engine:
         large: list[asyncio.Task[None]] = []
 
         async def decode_in_thread(complete: CompleteInput[C], began: float) -> None:
-            result = await self._in_thread(partial(collector.decode, complete), True)
+            decode = partial(collector.decode, complete)
+            result = await self.run(decode, complete.item.tokens, ticket, most)
             collector.finish(complete, result, began)
 
         def on_outcome(entry: Entry, outcome: EntryOutcome) -> None:
@@ -254,15 +267,17 @@ class Engine:
                 task.cancel()
         return outcomes
 
-    async def run(self, work: Callable[[], W], tokens: int) -> W:
-        """Run work on this many tokens of a request, in a helper thread if they are many."""
-        return await self._in_thread(work, tokens > INLINE_TOKENS)
-
-    async def _in_thread(self, work: Callable[[], W], large: bool) -> W:
-        """Run large work in a thread, so that the event loop is not blocked; run small work directly."""
-        if not large:
+    async def run(
+        self, work: Callable[[], W], tokens: int, ticket: Ticket, most: int = INLINE_TOKENS
+    ) -> W:
+        """Run work on this many tokens of a request; in a text thread if they are more than `most`."""
+        if tokens <= most:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._helpers, work)
+        size = CHARACTERS_PER_TOKEN * tokens
+        return await self._text_threads.run(self._flow(ticket), size, work)
+
+    def _flow(self, ticket: Ticket) -> Flow:
+        return Flow(self.id, ticket.priority, ticket.tenant)
 
     async def _encode(
         self, encode: Callable[[slice], Sequence[C]], sizes: Sequence[int], ticket: Ticket
@@ -270,32 +285,56 @@ class Engine:
         """Encode inputs part by part, so that other requests can use the thread between two parts.
 
         Raises InvalidInput that names all inputs that cannot be encoded, unless errors are isolated. Raises TooLarge
-        as soon as the encoded tokens exceed the limit of the queue.
+        as soon as the encoded tokens exceed the limit of the queue. Raises Overloaded if other texts wait for the text
+        threads and the expected completion is too late.
 
         sizes: characters of each input
         """
         encoded: list[C | None] = []
         errors: Errors = {}
-        tokens = 0
-        large = sum(sizes) > INLINE_CHARACTERS
-        for part in _parts(sizes):
-            encode_part = partial(_encode_part, encode, part, ticket.isolate_errors)
-            own, reasons = await self._in_thread(encode_part, large)
-            encoded += own
-            errors |= {
-                index: InvalidInput(reason, param=ticket.place.format(index))
-                for index, reason in reasons.items()
-            }
-            tokens += sum(item.tokens for item in encoded[part.start :] if item is not None)
+        tokens, characters = 0, sum(sizes)
+
+        def add(own: Sequence[C | None], reasons: Mapping[int, str]) -> None:
+            nonlocal tokens
+            encoded.extend(own)
+            for index, reason in reasons.items():
+                errors[index] = InvalidInput(reason, param=ticket.place.format(index))
+            tokens += sum(item.tokens for item in own if item is not None)
             if tokens > self._device.max_queue_tokens:
-                limit = f"the {self._device.max_queue_tokens} that may ever wait"
-                raise TooLarge(f"{tokens} tokens or more are more than {limit}")
+                limit = f"max_queue_tokens, {self._device.max_queue_tokens}"
+                raise TooLarge(f"at least {tokens} tokens exceed {limit}")
+
+        if ticket.on_encode is not None:
+            ticket.on_encode(characters)
+        if characters <= INLINE_CHARACTERS:
+            for part in _parts(sizes):
+                add(*_encode_part(encode, part, ticket.isolate_errors))
+        else:
+            parts = [(part, sum(sizes[part])) for part in _parts(sizes)]
+            self._check_in_time([size for _, size in parts], ticket)
+            with self._text_threads.open(
+                self._flow(ticket), [size for _, size in parts]
+            ) as request:
+                for part, size in parts:
+                    work = partial(_encode_part, encode, part, ticket.isolate_errors)
+                    add(*await request.run(size, work))
         if errors and not ticket.isolate_errors:
             first = next(iter(errors.values()))
             alike = [index for index, error in errors.items() if str(error) == str(first)]
             named = ", ".join(ticket.place.format(index) for index in alike)
             raise InvalidInput(f"{named}: {first.message}", param=first.param)
         return encoded, errors
+
+    def _check_in_time(self, sizes: Sequence[int], ticket: Ticket) -> None:
+        """Raise Overloaded if a request waits for too long: for the text threads, and then for the device.
+
+        The number of tokens is not known yet. The device checks it later.
+        """
+        flow = self._flow(ticket)
+        encode_s = self._text_threads.wait_s(flow, sizes)
+        if encode_s:
+            left_s = ticket.deadline - time.monotonic()
+            self._device.load().check_in_time(flow, 1, left_s, before_s=encode_s)
 
     def _entries(self, heads: Heads, encoded: Sequence[Cut | None], ticket: Ticket) -> list[Entry]:
         arrival = time.monotonic()
@@ -333,8 +372,8 @@ class Engine:
             await self._unused.wait()
 
     def close(self) -> None:
-        """Shut down the helper threads; cancel texts that wait for one."""
-        self._helpers.shutdown(wait=False, cancel_futures=True)
+        """Forget the measurements of the model's texts."""
+        self._text_threads.forget(self.id)
 
     # -- description ------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import math
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from service import health
 from service.core.bundle import Bundle, BundleError, BundleTexts, read_texts
 from service.core.cuda import find_gpu
 from service.core.encode import Window
-from service.core.packing import CUDA_MULTIPLE, pack, row_starts, split
+from service.core.packing import CUDA_MULTIPLE, count_masks, pack, row_starts, split
 from service.core.session import (
     CPU,
     CUDA,
@@ -35,7 +35,7 @@ from service.health import StallClock, hang_limit_s
 from service.observability.logs import LogLimiter
 from service.observability.metrics import Metrics
 from service.scheduling.batcher import Batcher
-from service.scheduling.cost_model import Estimator, Sample, measure
+from service.scheduling.cost_model import Estimator, Sample, measure, time_run
 from service.scheduling.entries import Entry, EntryOutcome, Heads, OnOutcome, Outputs
 from service.scheduling.executor import BatchStats
 from service.scheduling.load import MAX_QUEUE_TOKENS, Load
@@ -44,6 +44,7 @@ from service.settings import Settings, Slots, usable_cores
 log = structlog.get_logger()
 
 WARM_UP_S = 0.3
+MASKED_LENGTH = 64  # tokens of the input that measures the cost of mask tokens
 QUEUE_S = 3.0  # seconds of a GPU's work that may wait, where `max_queue_tokens` is unset
 QUEUE_MOST = (
     2**23
@@ -66,6 +67,11 @@ class Runner:
         computed = {name: self._heads[name] for name in outputs}
         return [*split(outputs, len(windows), row_starts(packed, computed))]
 
+    def count_masks(self, window: Window, heads: Heads = ()) -> int:
+        """Return how many mask tokens of a window get logits of the vocabulary for these heads, or all if empty."""
+        computed = [self._heads[name] for name in heads or self._heads if name in self._heads]
+        return count_masks(window, computed)
+
     def warm_up(self, full: Sequence[Sample] = ()) -> dict[int, Estimator]:
         """Measure the cost of batches, by the number of slots that they take.
 
@@ -84,9 +90,23 @@ class Runner:
                 budget_s=budget_s,
             )
             known = full if width == 1 else ()
-            return Estimator([*samples, *known], padded=self.padded)
+            masked = self._measure_masks(run, max_length)
+            return Estimator([*samples, *masked, *known], padded=self.padded)
 
         return {width: estimator(width) for width in self._sessions}
+
+    def _measure_masks(
+        self, run: Callable[[Sequence[Window]], object], max_length: int
+    ) -> list[Sample]:
+        """Time one input of mask tokens, the faster of two runs; nothing without a fill-mask head."""
+        mask_token_id = self._bundle.manifest.mask_token_id
+        if mask_token_id is None:
+            return []
+        length = min(MASKED_LENGTH, max_length)
+        window = self._build(length)
+        window = replace(window, input_ids=np.full_like(window.input_ids, mask_token_id))
+        seconds = min(time_run(run, [window]) for _ in range(2))
+        return [Sample(length, 1, length, seconds, self.count_masks(window))]
 
     def _build(self, length: int) -> Window:
         """Return an input of this many tokens."""
@@ -264,7 +284,10 @@ class LocalDevice:
         self._runners[name] = opened.runner
         self._gpu_rates[name] = opened.gpu_rate
         self.batcher.max_queue_tokens = self._queue_limit()
-        self.batcher.add_bundle(name, opened.estimators, opened.runner.unbatched, opened.area)
+        runner = opened.runner
+        self.batcher.add_bundle(
+            name, opened.estimators, runner.unbatched, opened.area, runner.count_masks
+        )
         self._self_tests.add(name, opened.self_test)
         if note := self.runs_on[name].provider_note:
             log.warning("the GPU is not used", model=name, reason=note)

@@ -112,9 +112,14 @@ def by_head(reply: Reply[Any], other: Reply[Any]) -> dict[str, list[tuple[Any, A
 
 def bulk(ticket: Ticket) -> Ticket:
     """Return the ticket of a copy: bulk priority, isolated errors, `PATIENCE_S` seconds, no tenant and no callback."""
-    deadline = time.monotonic() + PATIENCE_S
     return replace(
-        ticket, deadline=deadline, priority=BULK, tenant="", isolate_errors=True, on_submit=None
+        ticket,
+        deadline=time.monotonic() + PATIENCE_S,
+        priority=BULK,
+        tenant="",
+        isolate_errors=True,
+        on_encode=None,
+        on_submit=None,
     )
 
 

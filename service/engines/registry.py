@@ -14,6 +14,7 @@ from service.engines.engine import Engine
 from service.engines.mirroring import Compared, MirroredTraffic
 from service.engines.model_state import Models, ServedModel, current
 from service.errors import UnknownModel
+from service.scheduling.text_threads import TextThreads
 
 ExecuteCommand = Callable[[Command], Awaitable[Mapping[str, Any]]]
 
@@ -29,6 +30,7 @@ class Engines:
         self.load = device.load
         self.alive = device.alive
         self.execute = execute
+        self.text_threads = TextThreads()
         self.expected: list[
             str
         ] = []  # ids of models that get requests; a version kept for a rollback is idle
@@ -77,7 +79,7 @@ class Engines:
             encoder = Encoder(tokenizer, texts.manifest.max_length)
         except Exception as error:  # tokenizers raises no narrower class
             raise ValueError(f"the tokenizer of {model.id} cannot be used: {error}") from error
-        return Engine(texts, encoder, model, self._device)
+        return Engine(texts, encoder, model, self._device, self.text_threads)
 
     def _tokenizer(self, sha256: str) -> Tokenizer | None:
         """Return the tokenizer of an open engine with this hash; None if there is none.
@@ -112,6 +114,7 @@ class Engines:
     def close(self) -> None:
         for engine in [*self.all(), *self._leaving]:
             engine.close()
+        self.text_threads.stop()
 
 
 def by_name(models: Models, engines: Mapping[str, Engine]) -> dict[str | None, Engine]:

@@ -68,7 +68,7 @@ def check_without_keys(is_open: Set[str], scope: Scope, context: RequestContext)
     if needs_no_key(path, is_open):
         return
     if permission(path) == "admin":
-        raise Forbidden("administration needs keys, and none is configured")
+        raise Forbidden("administration requires keys, and no key is configured")
     context.priority = requested_priority(0, context.headers)
 
 
@@ -115,7 +115,7 @@ class KeyCheck:
             if compare_digest(holder.digest, shown):
                 found = holder
         if found is None:
-            raise Unauthorized("this key is not known")
+            raise Unauthorized("the key is unknown")
         return found
 
 
@@ -126,7 +126,7 @@ def shown_key(headers: Mapping[str, str]) -> str:
     if scheme.lower() == "bearer":
         keys.add(key.strip())
     if not keys:
-        raise Unauthorized("a key is needed: send the header Authorization: Bearer KEY")
+        raise Unauthorized("the request has no key: send the header Authorization: Bearer KEY")
     if len(keys) > 1:
         raise Unauthorized("the request has different keys in its headers: send one")
     return keys.pop()

@@ -1,5 +1,10 @@
-"""The memory budget of all request bodies together; `max_body_bytes` limits each single body."""
+"""The memory budget of all request bodies together; `max_body_bytes` limits each single body.
 
+A tenant, which is an API key or, without keys, an address, may hold as many bytes of large bodies as it leaves free. So
+one tenant gets at most half of the budget, the next at most half of the rest, and a part is always free for another.
+"""
+
+from collections import Counter
 from collections.abc import Mapping
 
 from service.errors import Overloaded, TooLarge
@@ -9,29 +14,50 @@ SMALL = 65_536  # bytes that a body may have even if the budget is exhausted
 
 
 class MemoryBudget:
-    """Bytes available to all bodies together. A text in Python takes up to four times its bytes."""
+    """Bytes available to all bodies together. A text in Python takes up to four times its bytes.
+
+    held: bytes that each tenant holds; without the tenants that hold none
+    """
 
     def __init__(self, size: int) -> None:
         self.left = size
+        self.held = Counter[str]()
+
+    def change(self, tenant: str, size: int) -> None:
+        """Reserve bytes for a tenant, or return them if `size` is negative."""
+        self.left -= size
+        self.held[tenant] += size
+        if not self.held[tenant]:
+            del self.held[tenant]
 
 
 class MemoryReservation:
     """One request's part of the budget, from the first byte of its body until its response is complete."""
 
-    def __init__(self, body_memory: MemoryBudget) -> None:
+    def __init__(self, body_memory: MemoryBudget, tenant: str) -> None:
         self._budget = body_memory
+        self._tenant = tenant
         self._held = 0
 
     def take(self, size: int) -> None:
-        """Reserve `size` bytes. Raises Overloaded if a large body exceeds the budget."""
-        self._budget.left -= size
+        """Reserve `size` bytes that have arrived.
+
+        Raises Overloaded for a large body if its tenant now holds more than is left of the budget.
+        """
+        self._budget.change(self._tenant, size)
         self._held += size
-        if self._budget.left < 0 and self._held > SMALL:
-            raise Overloaded("as many large bodies are in work as there is room for")
+        if self._held <= SMALL:
+            return
+        if self._budget.left < 0:
+            raise Overloaded("too many large request bodies are in flight")
+        if self._budget.held[self._tenant] > self._budget.left:
+            raise Overloaded(
+                "too many large request bodies of this client are in flight: send fewer at once"
+            )
 
     def release(self) -> None:
         """Return all reserved bytes to the budget."""
-        self._budget.left += self._held
+        self._budget.change(self._tenant, -self._held)
         self._held = 0
 
 

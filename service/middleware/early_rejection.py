@@ -1,7 +1,8 @@
 """Early rejection: refuses a request that the service cannot answer in time, before it reads the request's body.
 
-The batcher's own check is exact, but it runs after tokenization. At that point, a refusal has cost as much as an
-answer. This check therefore estimates a request's tokens from the size of its body.
+The engine and the batcher check exactly, but they run after the body is parsed, or after tokenization. At that point, a
+refusal has cost as much as an answer. This check therefore estimates a request's characters and tokens from the size of
+its body.
 """
 
 from collections import Counter
@@ -10,13 +11,15 @@ from typing import NamedTuple
 
 from starlette.types import Scope
 
+from service.engines.engine import INLINE_CHARACTERS
 from service.middleware.access_control import permission
 from service.middleware.body_memory import check_size, content_length
 from service.middleware.request_context import RequestContext
 from service.middleware.service_state import Service, timeout_s
 from service.scheduling.load import EARLY_SHARE, Flow
+from service.scheduling.text_threads import TextThreads
 
-LEARNING = 0.05  # weight of a new request in the moving average of tokens per body size
+LEARNING = 0.05  # weight of a new request in the moving averages by body size
 COMING_S = 0.5  # largest time from arrival to the batcher; a body may be slow, or never end
 
 
@@ -31,12 +34,39 @@ class ExpectedRequest(NamedTuple):
     tokens: int
 
 
+class BodySize(NamedTuple):
+    """The `Content-Length` of a body, and whether the body is compressed."""
+
+    size: int
+    compressed: bool = False
+
+
+class SizeAverage:
+    """The moving average of a number, such as a request's tokens, by the bit length of the body's size."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[bool, int], float] = {}
+
+    def expect(self, body: BodySize) -> int:
+        """Return the average of the largest known size class that is not larger; 0 if there is none."""
+        bits = body.size.bit_length()
+        known = [key for key in self._known if key[0] == body.compressed and key[1] <= bits]
+        return round(self._known[max(known)]) if known else 0
+
+    def learn(self, body: BodySize, number: int) -> None:
+        if body.size and number:
+            key = body.compressed, body.size.bit_length()
+            known = self._known.get(key, number)
+            self._known[key] = known + LEARNING * (number - known)
+
+
 class EarlyRejection:
-    """A check that estimates a request's tokens from earlier bodies of its size, and compares them with the load."""
+    """A check that estimates a request from earlier bodies of its size, and compares the estimate with the load."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._tokens: dict[int, float] = {}  # by bit length of a body's size
+        self._tokens = SizeAverage()
+        self._characters = SizeAverage()
         self._coming: dict[int, ExpectedRequest] = {}  # oldest first
         self._coming_tokens = Counter[Who]()
 
@@ -53,16 +83,16 @@ class EarlyRejection:
             return
         left_s = timeout_s(context.headers, self._service.settings)
         context.client_deadline = 1000 * left_s < self._service.settings.deadline_ms
-        size = content_length(context.headers)
-        check_size(size, self._service.settings.max_body_bytes)  # independent of the load
-        context.on_finish.append(lambda over: self._learn(size, over.tokens))
+        body = BodySize(content_length(context.headers), "content-encoding" in context.headers)
+        check_size(body.size, self._service.settings.max_body_bytes)  # independent of the load
+        context.on_finish.append(lambda over: self._learn(body, over.tokens, over.characters))
         load = engines.load()
         flows = [
             Flow(bundle, context.priority, context.tenant)
             for bundle in engines.expected
             if bundle in load.rates
         ]
-        tokens = self.expect(size)
+        tokens = self.expect(body)
         if flows:
             soonest = flows[0]
             if len(flows) > 1:
@@ -71,7 +101,8 @@ class EarlyRejection:
             # With several bundles, the bundle of the admitted requests is not known yet: it may be another one.
             known = len(flows) == 1
             coming = self._coming_tokens[context.priority, context.tenant] if known else 0
-            load.check_in_time(soonest, tokens, left_s, EARLY_SHARE, coming)
+            encode_s = self._encode_s(engines.text_threads, soonest, body)
+            load.check_in_time(soonest, tokens, left_s, EARLY_SHARE, coming, encode_s)
         self._come(context, tokens)
 
     def _come(self, context: RequestContext, tokens: int) -> None:
@@ -98,16 +129,15 @@ class EarlyRejection:
                 break
             self._arrive(oldest)
 
-    def expect(self, size: int) -> int:
-        """Return the expected tokens of a body of this many bytes.
+    def _encode_s(self, text_threads: TextThreads, flow: Flow, body: BodySize) -> float:
+        """Return the expected seconds until the texts of a request are encoded; 0 if they are short."""
+        characters = self._characters.expect(body)
+        return text_threads.wait_s(flow, [characters]) if characters > INLINE_CHARACTERS else 0.0
 
-        It is the average of the largest known size class that is not larger, or 1 if there is none.
-        """
-        known = [bits for bits in self._tokens if bits <= size.bit_length()]
-        return max(1, round(self._tokens[max(known)])) if known else 1
+    def expect(self, body: BodySize) -> int:
+        """Return the expected tokens of a body; at least 1."""
+        return max(1, self._tokens.expect(body))
 
-    def _learn(self, size: int, tokens: int) -> None:
-        if size and tokens:
-            bits = size.bit_length()
-            known = self._tokens.get(bits, tokens)
-            self._tokens[bits] = known + LEARNING * (tokens - known)
+    def _learn(self, body: BodySize, tokens: int, characters: int) -> None:
+        self._tokens.learn(body, tokens)
+        self._characters.learn(body, characters)

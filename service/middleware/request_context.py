@@ -26,6 +26,7 @@ class RequestContext:
     trace_id: the trace that the client sent, or that began with this request; or empty
     on_submit: called when the request's texts go to the device
     on_finish: each function is called with this context when the request is over
+    characters: of the request's texts, once they are known
     submitted_tokens: tokens of those texts
     tokens: tokens that count as computed for the client; 0 if it got no answer
     stages: seconds per stage of `metrics.STAGES`, for the stages that the request reached
@@ -44,6 +45,7 @@ class RequestContext:
     priority: int = 0
     on_submit: Callable[[], object] | None = None
     on_finish: list[Callable[["RequestContext"], object]] = field(default_factory=list)
+    characters: int = 0
     submitted_tokens: int = 0
     model: str = ""
     task: str = ""
@@ -59,6 +61,10 @@ class RequestContext:
     closes: bool = False
     error_form: Callable[[QuartetError], ErrorForm] = native_form
     leaving: asyncio.Future[None] | None = None
+
+    def count_characters(self, characters: int) -> None:
+        """Record that the request's texts have this many characters."""
+        self.characters = characters
 
     def submit(self, tokens: int) -> None:
         """Record that the request's texts, of this many tokens, go to the device."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from service.engines.registry import Engines
 from service.errors import Draining, InvalidInput, NotReady
 from service.middleware.body_memory import BODIES, MemoryBudget
+from service.middleware.client_address import ClientAddresses
 from service.observability.metrics import Recorder
 from service.settings import Settings
 
@@ -20,6 +21,7 @@ class Service:
 
     engines: set while they are open
     is_full: whether a new connection would be refused
+    address_of: returns the address of a request's client
     closing: what has to end before the engines close, once the process drains
     """
 
@@ -31,21 +33,23 @@ class Service:
     is_full: Callable[[], bool] = lambda: False
     closing: Awaitable[None] | None = None
     body_memory: MemoryBudget = field(init=False)
+    address_of: ClientAddresses = field(init=False)
 
     def __post_init__(self) -> None:
+        self.address_of = ClientAddresses(self.settings.forwarded_allow_ips)
         self.body_memory = MemoryBudget(BODIES * self.settings.max_body_bytes)
 
     def open_engines(self) -> Engines:
         """Return the engines. Raises NotReady before they are open, Draining after they are closed."""
         if self.engines is None:
             self.refuse_draining()
-            raise NotReady("the bundles are still being opened")
+            raise NotReady("the bundles are still loading")
         return self.engines
 
     def check_ready(self) -> None:
         """Check whether new requests should be sent to this process. Raises NotReady or Draining if not."""
         if self.leaving:
-            raise Draining("the server is about to shut down")
+            raise Draining("the server will shut down")
         self.refuse_draining()
         if problem := self.open_engines().load().problem:
             raise NotReady(problem)

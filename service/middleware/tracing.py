@@ -71,7 +71,9 @@ async def tracing() -> AsyncIterator[Trace | None]:
         try:
             provider = open_provider(names)
         except ImportError:
-            log.warning("spans are asked for, and nothing is installed for it: quartet[otel]")
+            log.warning(
+                "OTEL_ variables request spans, but the extra quartet-serving[otel] is not installed"
+            )
             yield None
             return
         except Exception as error:

@@ -90,7 +90,7 @@ class Metrics:
         ProcessCollector(registry=self.registry)
         self._duration = self._histogram(
             "quartet_request_duration_seconds",
-            "From a request's arrival to the end of its answer.",
+            "Seconds from a request's arrival to the end of its response.",
             SECONDS,
             "route",
             "model",
@@ -98,7 +98,8 @@ class Metrics:
         )
         self._answers = self._histogram(
             "quartet_answer_duration_seconds",
-            "From the arrival of a task's request to the end of its successful response, by priority class.",
+            "Seconds from the arrival of an inference request to the end of its successful response, by priority"
+            " class.",
             SECONDS,
             "priority",
             "route",
@@ -106,25 +107,34 @@ class Metrics:
         )
         self._stages = self._histogram(
             "quartet_stage_seconds",
-            "The stages of a request; of several windows, the slowest.",
+            "Seconds of each stage of a request; with several windows, of the slowest.",
             STAGE_SECONDS + SECONDS,
             "stage",
             "model",
         )
         self._queue_wait = self._histogram(
-            "quartet_queue_wait_seconds", "From a window's arrival to its batch.", SECONDS, "model"
+            "quartet_queue_wait_seconds",
+            "Seconds from a window's arrival to the start of its batch.",
+            SECONDS,
+            "model",
         )
         self._inference = self._histogram(
-            "quartet_inference_seconds", "The session's time for a batch.", SECONDS, "model"
+            "quartet_inference_seconds",
+            "Seconds of the session's run of a batch.",
+            SECONDS,
+            "model",
         )
         self._batch_tokens = self._histogram(
             "quartet_batch_tokens", "Tokens in a batch.", TOKENS, "model"
         )
         self._size = self._histogram("quartet_batch_size", "Windows in a batch.", SIZES, "model")
         self._padding = self._histogram(
-            "quartet_padding_ratio", "Slots a padded batch would have, per token.", RATIOS, "model"
+            "quartet_padding_ratio",
+            "Positions of an equal padded batch, per token.",
+            RATIOS,
+            "model",
         )
-        self._ready = self._gauge("quartet_ready", "1 while requests may be sent, else 0.")
+        self._ready = self._gauge("quartet_ready", "1 while the service is ready, else 0.")
         self._queue_tokens = self._gauge("quartet_queue_tokens", "Tokens that wait for a batch.")
         self._max_queue_tokens = self._gauge(
             "quartet_max_queue_tokens", "Tokens that may wait before requests are refused."
@@ -138,7 +148,7 @@ class Metrics:
         )
         self._info = self._gauge(
             "quartet_model_info",
-            "1 for each model that is loaded, whose requests it gets, and how it is computed.",
+            "1 for each loaded model, with its state and how it is computed.",
             "model",
             "sha256",
             "state",
@@ -163,37 +173,37 @@ class Metrics:
         )
         self._tokens = self._counter(
             "quartet_tokens_total",
-            "Tokens that were read for answers, by whose key it was.",
+            "Tokens of answered requests, by tenant.",
             "model",
             "tenant",
         )
         self._poison = self._counter(
             "quartet_poison_inputs_total",
-            "Windows that a model failed on, or gave no number for, alone.",
+            "Windows that fail alone, or whose output is not finite.",
             "model",
         )
         self._self_tests = self._counter(
             "quartet_canary_runs_total",
-            "Computations of a known input, to see that a model is well.",
+            "Self-tests of models: computations of a known input.",
             "model",
             "outcome",
         )
         self._orders = self._counter(
             "quartet_model_orders_total",
-            "Changes of which models are served that were asked for.",
+            "Commands that load, promote, roll back or unload models.",
             "order",
             "outcome",
         )
         self._compared = self._counter(
             "quartet_shadow_answers_total",
-            "Answers that a version to come gave to copies of requests, by whether they are the same.",
+            "Results of a candidate version for mirrored requests, by comparison with the current version.",
             "model",
             "head",
             "outcome",
         )
         self._lost_lines = self._counter(
             "quartet_log_lines_lost_total",
-            "Log lines lost because standard error was full, closed or not read; without the main process's.",
+            "Log lines dropped because standard error was full, closed or not read, without the main process's lines.",
         )
         self._lost_here = 0  # the part of them from this process
         self.compared: dict[str, Counts] = {}

@@ -247,7 +247,7 @@ class Frontends:
         """Send the model table to a new HTTP process. If that fails, close its channel, so that it gets another."""
         try:
             if problem := await frontend.adopt(next(self._catalogues), *self._served):
-                log.error("an HTTP process cannot answer for what is served", problem=problem)
+                log.error("an HTTP process cannot activate the served models", problem=problem)
             frontend.tell(self._device.load())
         except Exception as error:
             log.error("unexpected error", exc_info=error)

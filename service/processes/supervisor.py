@@ -14,6 +14,7 @@ import asyncio
 import json
 import os
 import signal
+import site
 import socket
 import sys
 import time
@@ -27,6 +28,7 @@ from typing import Any
 
 import structlog
 
+import service
 from service import health
 from service.health import LastSign, StallClock
 from service.key_file_watcher import KeyFiles
@@ -191,7 +193,7 @@ class Processes:
         inherited = [end.fileno() for end in (theirs, *listeners)]
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "service.processes.child_main", role),
+                *(*child_python(), "-m", "service.processes.child_main", role),
                 *map(str, (os.getpid(), *inherited)),
                 stdin=PIPE,
                 env=without_secrets(os.environ),
@@ -269,7 +271,10 @@ class Processes:
             if child.repeated < health.CHANNEL_REPEATS:
                 self._connect(child, other)
             else:
-                log.error("a channel cannot be sent", pids=[child.process.pid, other.process.pid])
+                log.error(
+                    "cannot send a channel to a process",
+                    pids=[child.process.pid, other.process.pid],
+                )
                 self._end(child)
                 self._end(other)
 
@@ -356,6 +361,16 @@ def exit_reason(child: Child, status: int) -> dict[str, object]:
     if is_foreign_kill and (problem := explain_kill(child.oom_kills)):
         return {"problem": problem}
     return {"status": status}
+
+
+def child_python() -> Sequence[str]:
+    """Return the interpreter's command line for a child.
+
+    An installed service ignores the working directory, where a user's module may have the name of one of ours.
+    """
+    folders = {*site.getsitepackages(), site.getusersitepackages()}
+    is_installed = str(Path(service.__file__).parent.parent) in folders
+    return [sys.executable, "-P"] if is_installed else [sys.executable]
 
 
 def brief(settings: Settings, resume: object) -> bytes:

@@ -225,7 +225,7 @@ class ModelManager:
                 return await self._introduce("roll back", former, command.by)
             if model_state.current(self.models, name) is None:
                 raise self._unknown(name)
-            raise Conflict(f"nothing that answered for {name} before is there")
+            raise Conflict(f"{name} has no previous version")
 
     async def _unload(self, command: UnloadModel) -> CommandResult:
         """Unload a version; return when its memory is free."""
@@ -233,7 +233,7 @@ class ModelManager:
             leaving = self._find(command.model)
             rest = model_state.remove_model(self.models, leaving.id, time.time())
             if not rest:
-                raise Conflict(f"{leaving.id} is the last one that is served")
+                raise Conflict(f"{leaving.id} is the last served model")
             await self._serve(rest)
             _, gone = self._going[leaving.id]
             heir = model_state.current(rest, leaving.name)
@@ -272,7 +272,9 @@ class ModelManager:
     async def _stand_by(self, new: ServedModel, shadow: float, by: str) -> CommandResult:
         """Serve a bundle for `name@version` requests, and for copies of its name's requests if `shadow` is above 0."""
         if new.state == "current" and shadow:
-            raise Conflict(f"{new.id} answers for {new.name} itself: copies would say nothing")
+            raise Conflict(
+                f"{new.id} is the current version of {new.name}: mirrored requests would compare it with itself"
+            )
         new = replace(new, shadow=shadow)
         if new not in self.models:
             await self._serve(model_state.add_model(self.models, new, time.time()))
@@ -334,10 +336,12 @@ class ModelManager:
         """
         name = bundle.manifest.id
         if name in self._going:
-            raise Conflict(f"{name} is being unloaded: try again when it is gone")
+            raise Conflict(f"{name} is being unloaded: try again later")
         served = self._device.texts.get(name)
         if served is not None and served.sha256 != bundle.sha256:
-            raise Conflict(f"{name} is served with other contents: give these another version")
+            raise Conflict(
+                f"{name} is served with other contents: change the version of the new bundle"
+            )
         return served is not None
 
     def _manifest(self, model: ServedModel) -> Manifest:
@@ -424,17 +428,15 @@ def locate(models_dir: Path | None, path: str) -> Path:
     Raises Forbidden where `models_dir` is unset, and InvalidInput for a path that leads out of it.
     """
     if models_dir is None:
-        raise Forbidden(
-            "no models_dir is set: bundles come and go only where the operator named one"
-        )
+        raise Forbidden("models_dir is unset: set it to load and unload bundles")
     root = models_dir.absolute()
     try:
         parts = (root / path).relative_to(root).parts
         folders = [root.joinpath(*parts[: end + 1]) for end in range(len(parts))]
         if not parts or any(part.startswith(".") for part in parts):
-            raise ValueError(f"names no directory in {root}")
+            raise ValueError(f"is not a directory in {root}")
         if any(folder.is_symlink() for folder in folders):
-            raise ValueError("must not lead over a symbolic link")
+            raise ValueError("must not contain a symbolic link")
     except (ValueError, OSError) as error:
         raise InvalidInput(f"path: {error}", param="path") from None
     return folders[-1]

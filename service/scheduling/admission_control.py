@@ -47,7 +47,7 @@ class AdmissionControl:
         flow, tokens = entries[0].flow, sum(entry.tokens for entry in entries)
         limit = self.max_queue_tokens
         if tokens > limit:
-            raise errors.TooLarge(f"{tokens} tokens are more than the {limit} that may ever wait")
+            raise errors.TooLarge(f"{tokens} tokens exceed max_queue_tokens, {limit}")
         if not self._queue.tokens:
             return
         left_s = min(entry.deadline for entry in entries) - self._clock()
@@ -56,7 +56,7 @@ class AdmissionControl:
         load = self.load(self._queue.waiting)
         if self._is_full(load, flow, tokens):
             raise errors.Overloaded(
-                f"{load.queue_tokens} tokens wait, and {tokens} more would pass the limit of {limit}",
+                f"{load.queue_tokens} tokens wait, and {tokens} more would exceed max_queue_tokens, {limit}",
                 retry_after_s=load.drain_s,
             )
         if load.waiting:

@@ -34,7 +34,14 @@ from service.scheduling.executor import (
     Threads,
     work,
 )
-from service.scheduling.fair_queue import FairQueue, ModelStatistics, QueuedRequest, request_of
+from service.scheduling.fair_queue import (
+    CountMasks,
+    FairQueue,
+    ModelStatistics,
+    QueuedRequest,
+    no_masks,
+    request_of,
+)
 from service.scheduling.load import MAX_QUEUE_TOKENS, Load
 from service.scheduling.planner import Budget, Planned, Planner
 from service.scheduling.prefetch import Prefetch
@@ -105,13 +112,15 @@ class Batcher:
         estimators: Mapping[int, Estimator],
         unbatched: bool = False,
         area: float = math.inf,
+        count_masks: CountMasks = no_masks,
     ) -> None:
         """Serve a model whose batches cost what the estimators predict, by the number of slots.
 
         unbatched: each of its entries gets a batch of its own
         area: the limit of B * S * S of its batches, see `Budget`
+        count_masks: returns the mask tokens of a window whose logits are computed for these heads
         """
-        self._queue.models[bundle] = ModelStatistics(estimators, unbatched, area)
+        self._queue.models[bundle] = ModelStatistics(estimators, unbatched, area, count_masks)
 
     def remove_bundle(self, bundle: str) -> None:
         """Stop serving a model: its waiting requests fail with NotReady, its running batches complete."""
@@ -217,6 +226,9 @@ class Batcher:
             raise errors.UnknownModel(f"no model {bundle!r} is served here")
         if any(entry.bundle != bundle for entry in entries):
             raise ValueError("the entries of a request belong to one bundle")
+        count_masks = self._queue.models[bundle].count_masks
+        for entry in entries:
+            entry.masks = count_masks(entry.window, entry.heads)
         if not entries[0].unbatched:
             self._admission.check(entries)
         future = asyncio.get_running_loop().create_future()
@@ -298,9 +310,9 @@ class Batcher:
     def _job(self, planned: Planned) -> Job:
         """Make a job of a planned batch; its entries are scheduled when a thread begins with it."""
         model, batch, width, _ = planned
-        lengths = [entry.tokens for entry in batch]
+        lengths, masks = [entry.tokens for entry in batch], sum(entry.masks for entry in batch)
         shape = sum(lengths), len(lengths), max(lengths)
-        seconds = model.estimators[width].cost.seconds(*shape)
+        seconds = model.estimators[width].cost.seconds(*shape, masks)
         running = Running(batch[0].bundle, len(batch), sum(lengths), seconds)
 
         def started() -> None:
@@ -355,7 +367,7 @@ class Batcher:
         """Refine the cost from a batch, and call the observer. This takes time, so responses are sent first."""
         if not stats.failed:
             shape = (stats.tokens, stats.size, stats.longest)
-            estimator.refine(Sample(*shape, stats.inference_s))
+            estimator.refine(Sample(*shape, stats.inference_s, stats.masks))
         try:
             if self._observe is not None:
                 self._observe(stats)

@@ -1,13 +1,15 @@
 """The cost of a batch on this machine: a linear model, fitted to measured batches.
 
-    seconds = per_run + per_token * T + per_slot * B * S * S
+    seconds = per_run + per_token * T + per_slot * B * S * S + per_mask * M
 
-for B sequences of T real tokens together, the longest of S tokens. The middle term covers every layer
-that computes packed tokens. The last one covers attention, which on a CPU also computes padding. A
-graph with padded batches computes padding in every layer: its T is B * S. The scheduler uses this
-model to plan batches, to predict how fast the queue drains, and to fill `Retry-After`.
+for B sequences of T real tokens together, the longest of S tokens, with M mask tokens. `per_token` covers every
+layer that computes packed tokens. `per_slot` covers attention, which on a CPU also computes padding. `per_mask` covers
+the logits of the whole vocabulary that a fill-mask head computes for each mask token. A graph with padded batches
+computes padding in every layer: its T is B * S. The scheduler uses this model to plan batches, to predict how fast the
+queue drains, and to fill `Retry-After`.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -27,22 +29,24 @@ REFIT_EVERY = 8  # batches
 SURPRISE = 1.25  # ratio of measured and expected time, or its inverse, above which a batch refits the cost at once
 RIDGE = 1e-8
 DRAIN_S = 2.0  # seconds of work after which the weight of older work falls to 1 / e
-# All choices of the three terms, as masks.
-CHOICES = np.array([[a, b, c] for a in (0, 1) for b in (0, 1) for c in (0, 1)][1:], np.float64)
+TERMS = 4
+# All choices of the terms, as masks.
+CHOICES = np.array([*itertools.product((0, 1), repeat=TERMS)][1:], np.float64)
 
 
 class Sample(NamedTuple):
-    """One measured batch."""
+    """One measured batch. masks: mask tokens whose logits were computed"""
 
     tokens: int
     size: int
     longest: int
     seconds: float
+    masks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds per run, per computed token and per attention slot (B * S * S of them in a batch).
+    """Seconds per run, per computed token, per attention slot (B * S * S of them in a batch) and per mask token.
 
     padded: whether the graph computes padding like tokens
     """
@@ -50,22 +54,24 @@ class Cost:
     per_run: float
     per_token: float
     per_slot: float
+    per_mask: float = 0.0
     padded: bool = False
 
-    def seconds(self, tokens: int, size: int, longest: int) -> float:
-        """Predict the time of a batch of `size` sequences, `tokens` in all, none over `longest`."""
+    def seconds(self, tokens: int, size: int, longest: int, masks: int = 0) -> float:
+        """Predict the time of a batch of `size` sequences, `tokens` and `masks` in all, none over `longest`."""
         slots = size * longest * longest
         computed = self.computed(tokens, size, longest)
-        return self.per_run + self.per_token * computed + self.per_slot * slots
+        layers = self.per_token * computed + self.per_slot * slots
+        return self.per_run + layers + self.per_mask * masks
 
     def computed(self, tokens: int, size: int, longest: int) -> int:
         """Return the tokens that such a batch computes, padding included if `padded`."""
         return size * longest if self.padded else tokens
 
-    def tokens_per_second(self, lengths: Sequence[int]) -> float:
-        """Predict the speed of one replica that runs batches of these lengths, back to back."""
+    def tokens_per_second(self, lengths: Sequence[int], masks: int = 0) -> float:
+        """Predict the speed of one replica that runs batches of these lengths and mask tokens, back to back."""
         tokens = sum(lengths)
-        return tokens / max(self.seconds(tokens, len(lengths), max(lengths)), 1e-9)
+        return tokens / max(self.seconds(tokens, len(lengths), max(lengths), masks), 1e-9)
 
 
 GUESS = Cost(per_run=1e-3, per_token=2e-5, per_slot=0.0)  # before anything was measured
@@ -75,7 +81,7 @@ def fit(samples: Iterable[Sample]) -> Cost:
     """Fit the cost by non-negative least squares on relative errors: short batches count like long ones.
 
     Terms that the samples do not determine get equal shares of the time: from one sample alone, each
-    term gets a third. Without samples the result is `GUESS`.
+    term of one without mask tokens gets a third. Without samples the result is `GUESS`.
     """
     return _solve(_evidence(samples))
 
@@ -84,7 +90,7 @@ class Estimator:
     """The cost of one bundle: first fitted to the warm-up, then refined by the batches of requests.
 
     The weight of older batches decays. The warm-up keeps a small weight, so that the cost stays known
-    for shapes that do not occur in the traffic. The state is two 3 x 4 matrices of constant size.
+    for shapes that do not occur in the traffic. The state is two 4 x 5 matrices of constant size.
     """
 
     def __init__(
@@ -118,23 +124,26 @@ class Estimator:
 
         Such a batch refits the cost at once, so that the wrong cost of a rare batch is corrected early.
         """
-        expected = self.cost.seconds(sample.tokens, sample.size, sample.longest)
+        expected = self._expected_s(sample)
         return not expected < SURPRISE * sample.seconds < SURPRISE**2 * expected
+
+    def _expected_s(self, sample: Sample) -> float:
+        return self.cost.seconds(sample.tokens, sample.size, sample.longest, sample.masks)
 
     def _fit(self, evidence: Matrix) -> Cost:
         return replace(_solve(evidence), padded=self._padded)
 
     def _fold(self) -> None:
         """Add the new samples to the recent evidence, with smaller weights for older ones."""
-        expected = [self.cost.seconds(s.tokens, s.size, s.longest) for s in self._new]
+        expected = [self._expected_s(sample) for sample in self._new]
         ages = np.arange(len(self._new))[::-1]
         fresh = _evidence(self._new, expected, MEMORY**ages)
         self._recent = MEMORY ** len(self._new) * self._recent + fresh
         self._new.clear()
 
-    def tokens_per_second(self, lengths: Sequence[int]) -> float:
-        """Predict the speed of one replica that runs batches of these lengths, back to back."""
-        return self.cost.tokens_per_second(lengths)
+    def tokens_per_second(self, lengths: Sequence[int], masks: int = 0) -> float:
+        """Predict the speed of one replica that runs batches of these lengths and mask tokens, back to back."""
+        return self.cost.tokens_per_second(lengths, masks)
 
 
 class Drain:
@@ -181,15 +190,17 @@ def measure(
         if samples and clock() + samples[-1].seconds * tokens / samples[-1].tokens > end:
             break
         batch = [build(length) for _ in range(size)]
-        seconds = _time(run, batch, clock)
+        seconds = time_run(run, batch, clock)
         if clock() + seconds <= end:
-            seconds = min(seconds, _time(run, batch, clock))
+            seconds = min(seconds, time_run(run, batch, clock))
         samples.append(Sample(tokens, size, length, seconds))
     return samples
 
 
-def _time(
-    run: Callable[[Sequence[T]], object], batch: Sequence[T], clock: Callable[[], float]
+def time_run(
+    run: Callable[[Sequence[T]], object],
+    batch: Sequence[T],
+    clock: Callable[[], float] = time.perf_counter,
 ) -> float:
     began = clock()
     run(batch)
@@ -199,14 +210,16 @@ def _time(
 def _evidence(
     samples: Iterable[Sample], at_least: ArrayLike = 0.0, weights: ArrayLike = 1.0
 ) -> Matrix:
-    """Return the normal equations of the relative errors, [3, 4]; the last column is the right-hand side.
+    """Return the normal equations of the relative errors, [4, 5]; the last column is the right-hand side.
 
     An error is relative to the measured seconds, or to `at_least` if that is larger.
     """
-    rows = [(1, s.tokens, s.size * s.longest**2, s.seconds) for s in samples if s.seconds > 0]
-    table = np.array(rows, dtype=np.float64).reshape(-1, 4)
-    table /= np.maximum(table[:, 3], at_least)[:, None]
-    evidence: Matrix = (table[:, :3] * np.broadcast_to(weights, len(table))[:, None]).T @ table
+    rows = [
+        (1, s.tokens, s.size * s.longest**2, s.masks, s.seconds) for s in samples if s.seconds > 0
+    ]
+    table = np.array(rows, dtype=np.float64).reshape(-1, TERMS + 1)
+    table /= np.maximum(table[:, TERMS], at_least)[:, None]
+    evidence: Matrix = (table[:, :TERMS] * np.broadcast_to(weights, len(table))[:, None]).T @ table
     return evidence
 
 
@@ -214,13 +227,16 @@ def _solve(evidence: Matrix) -> Cost:
     """Return the cost with the least error among all choices of terms without a negative one."""
     if not evidence.any():
         return GUESS
-    scale = 1 / np.sqrt(np.diagonal(evidence))  # the terms' units are ten powers of ten apart
-    matrix = evidence[:, :3] * np.outer(scale, scale) + RIDGE * np.eye(3)
-    target = evidence[:, 3] * scale
+    squares = np.diagonal(evidence)
+    known = squares > 0  # without mask tokens, nothing is known of their term, which is then 0
+    # The terms' units are ten powers of ten apart.
+    scale = np.where(known, 1 / np.sqrt(np.where(known, squares, 1.0)), 0.0)
+    matrix = evidence[:, :TERMS] * np.outer(scale, scale) + RIDGE * np.eye(TERMS)
+    target = evidence[:, TERMS] * scale
     chosen = CHOICES[:, :, None] * CHOICES[:, None, :]
     # A term that is not chosen has an equation of its own, whose solution is 0.
-    equations = chosen * matrix + (1 - chosen) * np.eye(3)
-    lines = np.linalg.solve(equations, (CHOICES * target)[:, :, None])[:, :, 0]  # [7, 3]
+    equations = chosen * matrix + (1 - chosen) * np.eye(TERMS)
+    lines = np.linalg.solve(equations, (CHOICES * target)[:, :, None])[:, :, 0]  # [15, 4]
     errors = ((lines @ matrix) * lines).sum(axis=1) - 2 * lines @ target
     errors[lines.min(axis=1) < 0] = np.inf
     return Cost(*(lines[errors.argmin()] * scale).tolist())

@@ -39,7 +39,8 @@ class Entry:
     heads: the heads whose outputs are computed, checked and returned; empty for all
     unbatched: its batch holds no other entry, and it is not refused: another process admitted it and was lost,
         perhaps because of it
-    The fields below `tokens` belong to the fair queue.
+    masks: mask tokens whose logits are computed for it
+    The fields below `masks` belong to the fair queue.
     """
 
     bundle: str
@@ -52,6 +53,7 @@ class Entry:
     heads: Heads = ()
     unbatched: bool = False
     tokens: int = field(init=False)
+    masks: int = field(default=0, init=False)
     virtual_start: float = field(default=0.0, init=False)  # in tokens
     skipped: int = field(
         default=0, init=False

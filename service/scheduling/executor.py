@@ -43,13 +43,16 @@ class Threads:
     of the first. So the thread does not wait for the planner. Everything else happens in the event loop, in calls that
     `post` makes.
 
+    name: the beginning of the threads' names
     idle: slots that run nothing
     """
 
-    def __init__(self, slots: int, post: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(
+        self, slots: int, post: Callable[[Callable[[], None]], None], name: str = "replica"
+    ) -> None:
         self.idle = slots
         self._post = post
-        self._all = [ThreadPoolExecutor(1, f"replica-{number}") for number in range(slots)]
+        self._all = [ThreadPoolExecutor(1, f"{name}-{number}") for number in range(slots)]
         self._free = [*self._all]  # the thread that ran last goes first: its data is in the caches
         self._next: deque[Job] = deque()  # the prefetched job
 
@@ -145,7 +148,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class BatchStats:
-    """The statistics of a batch that ran, for metrics."""
+    """The statistics of a batch that ran, for metrics. masks: mask tokens whose logits were computed"""
 
     bundle: str
     size: int
@@ -154,6 +157,7 @@ class BatchStats:
     queue_s: tuple[float, ...]  # of each entry, from its arrival
     inference_s: float
     failed: Mapping[Entry, errors.InferenceFailed] = field(default_factory=dict)
+    masks: int = 0
 
     @property
     def slots(self) -> int:
@@ -184,6 +188,7 @@ def work(
             for entry, result in zip(batch, results, strict=True)
             if isinstance(result, errors.InferenceFailed)
         },
+        masks=sum(entry.masks for entry in batch),
     )
     return results, stats
 

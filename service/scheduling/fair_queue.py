@@ -9,20 +9,21 @@ arrived. The entry with the smallest start is next, so that a single text never 
 that keep arriving could delay a large one without end, so a flow also records which request has waited longest without
 being scheduled.
 
-Nothing here depends on time, threads or tasks. The batcher owns the only `FairQueue`.
+Nothing here depends on time, threads or tasks. The batcher and the text threads own a `FairQueue` each.
 """
 
 import itertools
 import math
 from bisect import insort
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, merge
 from operator import itemgetter
 
+from service.core.encode import Window
 from service.scheduling.cost_model import Estimator
-from service.scheduling.entries import Entry, PendingRequest
+from service.scheduling.entries import Entry, Heads, PendingRequest
 from service.scheduling.load import Backlog, Flow, RemainingWork, weights
 
 MAX_SKIPPED = 16  # batches of a flow without an entry of a request before that request goes first
@@ -66,22 +67,37 @@ class QueuedRequest(PendingRequest):
         self.outcomes = {}
 
 
+CountMasks = Callable[[Window, Heads], int]  # mask tokens of a window, for these heads
+
+
+def no_masks(window: Window, heads: Heads) -> int:
+    """Return 0: a model without a fill-mask head."""
+    return 0
+
+
 class ModelStatistics:
     """The planner's data about one served model.
 
     estimators: the cost of its batches, by the number of slots that a batch takes
     unbatched: each entry gets a batch of its own
     area: the limit of B * S * S of a batch, see `planner.Budget`
-    tokens, size: tokens and entries that wait, from admission until they are taken or dropped
+    count_masks: returns the mask tokens of a window whose logits are computed for these heads
+    tokens, masks, size: tokens, mask tokens and entries that wait, from admission until they are taken or dropped
     """
 
     def __init__(
-        self, estimators: Mapping[int, Estimator], unbatched: bool = False, area: float = math.inf
+        self,
+        estimators: Mapping[int, Estimator],
+        unbatched: bool = False,
+        area: float = math.inf,
+        count_masks: CountMasks = no_masks,
     ) -> None:
         self.estimators = estimators
         self.unbatched = unbatched
         self.area = area
+        self.count_masks = count_masks
         self.tokens = 0
+        self.masks = 0
         self.size = 0
         self._batch_size = 0.0
         self._choices = 0
@@ -112,10 +128,16 @@ class ModelStatistics:
         return round(self.tokens / self.size) if self.size else TYPICAL_LENGTH
 
     @property
+    def mean_masks(self) -> float:
+        """Mask tokens of a waiting entry."""
+        return self.masks / self.size if self.size else 0.0
+
+    @property
     def price(self) -> float:
         """Seconds of one slot per token in a typical batch."""
         lengths = [self.mean_length] * (1 if self.unbatched else POOL_BATCHES)
-        return 1 / self.estimators[1].tokens_per_second(lengths)
+        masks = round(len(lengths) * self.mean_masks)
+        return 1 / self.estimators[1].tokens_per_second(lengths, masks)
 
 
 class FlowQueue:
@@ -153,6 +175,7 @@ class FlowQueue:
     def admit(self, request: QueuedRequest) -> None:
         """Count a request that is admitted and will enter."""
         self.statistics.tokens += request.tokens
+        self.statistics.masks += sum(entry.masks for entry in request.entries)
         self.statistics.size += len(request.entries)
         self.backlog.change(RemainingWork(), RemainingWork(request.tokens, len(request.entries)))
 
@@ -205,6 +228,7 @@ class FlowQueue:
         entry.queued = False
         self._queued -= 1
         self.statistics.tokens -= entry.tokens
+        self.statistics.masks -= entry.masks
         self.statistics.size -= 1
 
     def charge(self, seconds: float) -> None:
@@ -316,10 +340,23 @@ class FairQueue:
         self._next_deadline = min(later, default=math.inf)
         return [request for request in waiting if request.deadline <= now]
 
+    def next_flow(
+        self, may_run: Callable[[ModelStatistics], bool] = lambda _: True
+    ) -> FlowQueue | None:
+        """Return the flow that is next among the flows of models that may run; None if none of them waits."""
+        queues = self._flow_queues.values()
+        waiting = (queue for queue in queues if queue and may_run(queue.statistics))
+        return min(
+            waiting,
+            key=lambda queue: (queue.virtual_time, queue.longest.first().arrival),
+            default=None,
+        )
+
     def pool(self) -> tuple[ModelStatistics, list[Entry]]:
         """Return the model that is next, and the candidates for its next batch, in order; requires a waiting entry."""
         waiting = [queue for queue in self._flow_queues.values() if queue]
-        turn = min(waiting, key=lambda queue: (queue.virtual_time, queue.longest.first().arrival))
+        turn = self.next_flow()
+        assert turn is not None, "our bug: a batch is planned while no entry waits"
         model = turn.statistics
         rivals = [queue for queue in waiting if queue.statistics is model and queue is not turn]
         if not rivals:

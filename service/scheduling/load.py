@@ -159,15 +159,23 @@ class Load:
         return sum(min(seconds, span * shares[other]) for other, seconds in work.items())
 
     def check_in_time(
-        self, flow: Flow, tokens: int, left_s: float, share: float = QUEUE_SHARE, coming: int = 0
+        self,
+        flow: Flow,
+        tokens: int,
+        left_s: float,
+        share: float = QUEUE_SHARE,
+        coming: int = 0,
+        before_s: float = 0.0,
     ) -> None:
         """Raise Overloaded if a request's expected completion takes more than a share of the `left_s` seconds left.
 
         An empty queue accepts every request, because running batches correct the expected rate.
+
+        before_s: the expected seconds until the tokens reach the queue, because other texts are encoded first
         """
-        wait_s = self.wait_s(flow, tokens, coming)
-        if wait_s > share * left_s and (self.queue_tokens or coming):
+        wait_s = before_s + self.wait_s(flow, tokens, coming)
+        if wait_s > share * left_s and (self.queue_tokens or coming or before_s):
             raise Overloaded(
-                f"the answer would take {wait_s:.1f} s, and {left_s:.1f} s are left for it",
+                f"estimated completion in {wait_s:.1f} s is too late: the deadline is in {left_s:.1f} s",
                 retry_after_s=wait_s - share * left_s,
             )

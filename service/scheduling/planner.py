@@ -46,7 +46,8 @@ def plan(entries: Sequence[Entry], cost: Cost, budget: Budget, now: float) -> li
 
     The first candidate leads the batch. The others are entries of its model, nearest in length first. The batch ends at
     the size at which the price per token is within 1 % of the lowest, because all entries of a larger batch would wait
-    longer for no gain. An unbatched entry runs in a batch of its own.
+    longer for no gain. The price is without mask tokens, which cost the same in any batch. An unbatched entry runs in a
+    batch of its own.
     """
     live = [entry for entry in entries if not entry.done and entry.deadline > now]
     if not live:
@@ -123,7 +124,8 @@ class Planner:
         if model.area < math.inf:
             size = min(size, int(model.area // area(1, model.mean_length)))
         lengths = [model.mean_length] * max(size, 1)
-        return self.slots * model.estimators[1].tokens_per_second(lengths)
+        masks = round(len(lengths) * model.mean_masks)
+        return self.slots * model.estimators[1].tokens_per_second(lengths, masks)
 
     def _width(self, model: ModelStatistics, pool: Sequence[Entry], idle: int) -> int:
         """Return the slots of the next batch: several if they are idle, fewer entries wait, and the batch ends earlier.
@@ -135,8 +137,9 @@ class Planner:
         pool = pool[: self._size(model)]
         longest = max(entry.tokens for entry in pool)
         together = sum(entry.tokens for entry in pool), len(pool), longest
-        wide = model.estimators[self._wide].cost.seconds(*together)
-        narrow = model.estimators[1].cost.seconds(longest, 1, longest)
+        masks = [entry.masks for entry in pool]
+        wide = model.estimators[self._wide].cost.seconds(*together, sum(masks))
+        narrow = model.estimators[1].cost.seconds(longest, 1, longest, max(masks))
         trial = model.count_choice()
         return self._wide if (wide < narrow) is not trial else 1
 
@@ -155,5 +158,5 @@ class Planner:
             return 0.0
         if self._queue.tokens > model.tokens:
             return 0.0  # another model could use the slot
-        slack_s = lead.deadline - now - cost.seconds(lead.tokens, 1, lead.tokens)
+        slack_s = lead.deadline - now - cost.seconds(lead.tokens, 1, lead.tokens, lead.masks)
         return min(self._max_wait_s, lead.arrival + self._max_wait_s - now, slack_s)

@@ -234,7 +234,7 @@ class Protocol(HttpToolsProtocol, Connection):
 
     def on_headers_complete(self) -> None:
         if len(self.url) > ADDRESS_BYTES:
-            raise HeadersTooLarge(f"the address is longer than {ADDRESS_BYTES} bytes")
+            raise HeadersTooLarge(f"the request target is longer than {ADDRESS_BYTES} bytes")
         if len(self.headers) > HEADERS:
             raise HeadersTooLarge(f"the request has more than {HEADERS} headers")
         if not self.url.startswith(b"/"):

@@ -100,7 +100,7 @@ def remove_stale(path: Path) -> None:
     except FileNotFoundError:
         return
     if not is_socket:
-        raise FileExistsError(errno.EEXIST, "there is a file that is not a socket")
+        raise FileExistsError(errno.EEXIST, "the path exists and is not a socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.compat import __main__ as compat
 from benchmarks.compat import pipelines, texts
 from benchmarks.compat.compare import Tally, distance
 from benchmarks.compat.pipelines import EMPTY, OF_NER, OF_QA, ONE_SOFTMAX, Window, read_answers
@@ -14,6 +15,18 @@ from service.core.decode import AnswerSpan, LabelScore
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "compat.md"
 RIGHT, OTHER, THIRD = ([LabelScore(name, 0.5)] for name in "abc")
+
+
+def test_tasks_can_be_selected(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each task of the comparison is an option of the command."""
+    monkeypatch.setattr("sys.argv", ["compat", "--tasks", "none"])
+    with pytest.raises(SystemExit, match="2"):
+        compat.main()
+    message = capsys.readouterr().err
+    assert "invalid choice: 'none'" in message
+    assert all(task in message for task in compat.TASKS)
 
 
 def read(differences: Collection[str]) -> list[LabelScore]:
@@ -25,7 +38,7 @@ def read(differences: Collection[str]) -> list[LabelScore]:
     ("found", "counted"), [(RIGHT, {(): 1}), (OTHER, {("x", "y"): 1}), (THIRD, {})]
 )
 def test_tally(found: list[LabelScore], counted: dict[tuple[str, ...], int]) -> None:
-    """By the fewest names that explain an answer; by none, it is told."""
+    """A difference is counted under the fewest names that explain it, and reported if no name does."""
     tally = Tally("anything")
     tally.add("text", found, RIGHT, read, ("x", "y"))
 
@@ -33,8 +46,8 @@ def test_tally(found: list[LabelScore], counted: dict[tuple[str, ...], int]) -> 
     assert bool(counted) == (not tally.unexplained)
 
 
-def test_a_wrong_reading_is_told() -> None:
-    """Where our reading is not what the pipeline answers, it explains nothing."""
+def test_a_wrong_reading_is_reported() -> None:
+    """A name explains a difference only if our result for it equals the pipeline's."""
     tally = Tally("anything")
     tally.add("text", THIRD, THIRD, read, ("x", "y"))
 

@@ -1,4 +1,4 @@
-"""The table of families is of the code, and what it tells of one was measured."""
+"""The table of families lists the families in the code, and its figures are measured."""
 
 from pathlib import Path
 
@@ -27,14 +27,14 @@ def test_the_page_has_the_table_of_the_code():
 
 @pytest.mark.slow
 def test_a_family_is_measured(tmp_path, monkeypatch):
-    """Differences are those of rounding, and the packed graph takes some time."""
+    """Differences are at rounding level, and the packed graph takes measurable time."""
     monkeypatch.setattr(families, "ROUNDS", 1)
     row = families.measure("distilbert", tmp_path)
     assert max(row.hidden, row.packed, row.batch_difference, row.batch_difference_int8) < 1e-4
     assert row.speed > 0
 
 
-def test_a_difference_is_told(tmp_path):
+def test_a_difference_is_reported(tmp_path):
     """A model that is not transformers' is far from it."""
     peer = families.save_peer("distilbert", tmp_path)
     model = families.reader.load_model(tmp_path)

@@ -92,7 +92,7 @@ def test_copies(tiny_bundle, tmp_path):
 @pytest.mark.slow
 @pytest.mark.exclusive
 def test_life(tiny_bundle, tmp_path, monkeypatch):
-    """Starts are timed one by one; memory is read when so many requests have been answered."""
+    """Starts are timed one by one; memory is read after the given number of responses."""
     monkeypatch.setattr(life, "DEFAULT", tiny_bundle)
     monkeypatch.setattr(life, "BASE", tiny_bundle)
     monkeypatch.setattr(life, "START_S", {tiny_bundle.name: 2.0})

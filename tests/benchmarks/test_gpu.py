@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 
 @pytest.mark.skipif(cuda_problem() is None, reason="there is a GPU")
 def test_without_a_gpu() -> None:
-    """One line says why nothing was measured, and the status is 1."""
+    """One line has the reason, and the exit status is 1."""
     command = [sys.executable, "-m", "benchmarks.gpu"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (1, "") == (ended.returncode, ended.stdout)

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
-from tests.e2e.calls import calls, close
+from tests.e2e.calls import Call, calls, same_answer, without_varying
 from tests.e2e.conftest import Server
 
 
 class LoneAnswers(NamedTuple):
-    """A model's answers to `ASKED`. fingerprint: the model's, which is in a header of each answer"""
+    """A model's answers to some calls. fingerprint: the model's, which is in a header of each answer"""
 
     fingerprint: str
     answers: Sequence[Any]
@@ -27,25 +27,30 @@ Expected = Mapping[str, LoneAnswers]  # by the model
 ASKED = calls()
 LEAVES = 0.1  # of all requests are given up
 PAUSE_S = 0.05  # after a refusal
-LAG_S = 1.0  # who is further behind lets the rest be
+LAG_S = 1.0  # a client that is later than this drops its remaining requests
 
 
-def lone_answers(server: Server, model: str, headers: dict[str, str] | None = None) -> LoneAnswers:
-    """Return the answers of a model to `ASKED`, which are sent one after the other."""
-    replies = [server.post(path, {**body, "model": model}, headers) for path, body in ASKED]
+def lone_answers(
+    server: Server,
+    model: str,
+    headers: dict[str, str] | None = None,
+    calls: Sequence[Call] = ASKED,
+) -> LoneAnswers:
+    """Return the answers of a model to calls, which are sent one after the other."""
+    replies = [server.post(path, {**body, "model": model}, headers) for path, body in calls]
     assert {200} == {reply.status for reply in replies}
     (fingerprint,) = {reply.headers["x-quartet-model"] for reply in replies}
-    return LoneAnswers(fingerprint, [reply.json() for reply in replies])
+    return LoneAnswers(fingerprint, [without_varying(reply.json()) for reply in replies])
 
 
 def error_code(error: Any, status: int) -> str:
-    """Return the code in the body of an error, or its type in TEI's form, or its status in Hugging Face's."""
-    own = error["error"]
+    """Return the code in the body of an error, its type in TEI's form, or its status where the body has neither."""
+    own = error.get("error")
     return str(own["code"] if isinstance(own, dict) else error.get("error_type", status))
 
 
 class Client(threading.Thread):
-    """Asks one thing after the other until it is told to stop.
+    """Sends one request after the other until `stop` is called.
 
     rate: requests per second, at random times; as many as can be when it is infinite
     """
@@ -57,7 +62,7 @@ class Client(threading.Thread):
         self.server, self.expected, self.headers, self.rate = server, expected, headers, rate
         self.models = {one.fingerprint: model for model, one in expected.items()}
         self.chance = random.Random(seed)
-        self.seen: Counter[str] = Counter()  # answers by model, errors by code, and who left
+        self.seen: Counter[str] = Counter()  # answers by model, errors by code, and disconnects
         self.wrong: list[object] = []
         self.enough = threading.Event()
 
@@ -81,7 +86,7 @@ class Client(threading.Thread):
             return
         model = said["model"] if "model" in said else self.models[reply.headers["x-quartet-model"]]
         self.seen[model] += 1
-        if not close(self.expected[model].answers[number], said):
+        if not same_answer(self.expected[model].answers[number], said):
             self.wrong.append((ASKED[number], said))
 
     def leave(self, number: int) -> None:
@@ -110,7 +115,7 @@ def asking(
     rate: float = math.inf,
     kind: type[Kind] = Client,  # type: ignore[assignment]
 ) -> Iterator[list[Kind]]:
-    """So many clients, of this rate in sum, for as long as the block runs."""
+    """This number of clients, at this rate in sum, for as long as the block runs."""
     each = rate / count
     clients = [kind(server, expected, seed, headers or {}, each) for seed in range(count)]
     for client in clients:

@@ -1,4 +1,4 @@
-"""Real processes: `python -m service` on a free port, and a client that shows what it was told."""
+"""Real processes: `python -m service` on a free port, and a client that returns status, headers and body."""
 
 import json
 import os
@@ -86,10 +86,14 @@ class Server:
 
 
 def start(
-    *arguments: str | Path, under: Sequence[str] = (), env: Mapping[str, str] | None = None
+    *arguments: str | Path,
+    under: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    program: Sequence[str] = (sys.executable, "-m", "service"),
+    folder: Path | None = None,
 ) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "service", *map(str, arguments), "--log-format", "json"]
-    return subprocess.Popen([*under, *command], env=env, stderr=subprocess.PIPE, text=True)
+    command = [*under, *program, *map(str, arguments), "--log-format", "json"]
+    return subprocess.Popen(command, env=env, cwd=folder, stderr=subprocess.PIPE, text=True)
 
 
 @contextmanager
@@ -98,13 +102,17 @@ def serving(
     under: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     url: re.Pattern[str] = URL,
+    program: Sequence[str] = (sys.executable, "-m", "service"),
+    folder: Path | None = None,
 ) -> Iterator[Server]:
     """A server for `python -m service` with these arguments, ready; ended when the block ends.
 
     under: a command that runs the service in its own process, such as `nice`; env: in place of our environment
+    program: the command that starts the service; folder: its working directory, ours by default
     url: the server's URL in the log; `METRICS_URL` for a service on a Unix socket with a `metrics_port`
     """
-    server = Server(start(*arguments, "--port", "0", under=under, env=env))
+    started = start(*arguments, "--port", "0", under=under, env=env, program=program, folder=folder)
+    server = Server(started)
     ready = threading.Event()
     reader = threading.Thread(target=read_log, args=(server, ready, url), daemon=True)
     reader.start()

@@ -11,7 +11,7 @@ PATIENCE_MS = 60_000
 def before_call(
     context: schemathesis.HookContext, case: schemathesis.Case, kwargs: dict[str, Any]
 ) -> None:
-    """Be patient: who asks for an answer within a millisecond is rightly told 504."""
+    """Allow a long time: a request with a timeout of one millisecond rightly gets 504."""
     for name, value in (case.headers or {}).items():
         if name.lower() == "x-request-timeout-ms" and str(value).isascii() and 0 < number(value):
             case.headers[name] = str(max(number(value), PATIENCE_MS))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests import samples
-from tests.e2e.calls import LONG, calls, close
+from tests.e2e.calls import LONG, calls, same_answer
 from tests.e2e.conftest import Server, serving
 
 pytestmark = pytest.mark.e2e
@@ -29,12 +29,12 @@ def test_64_at_once_get_what_each_gets_alone(tiny_bundle: Path, precision: str) 
 
     together = [reply.json() for reply in replies]
     sizes = [int(r.headers["x-quartet-batch"].split(";")[0].removeprefix("size=")) for r in replies]
-    assert all(close(a, b) for a, b in zip(alone, together, strict=True))
+    assert all(same_answer(a, b) for a, b in zip(alone, together, strict=True))
     assert max(sizes) > 1
 
 
 def test_embed_equals_sentence_transformers(minilm_folder: Path, minilm_bundle: Path) -> None:
-    """Vectors of MiniLM are those of sentence-transformers, which cuts where we cut."""
+    """MiniLM's vectors equal sentence-transformers' vectors, which truncates at the same token."""
     reference = pytest.importorskip("sentence_transformers").SentenceTransformer(
         str(minilm_folder), device="cpu"
     )

@@ -1,4 +1,4 @@
-"""Models that hang or fail: it is noticed and said, whoever hangs is replaced, and good texts are answered."""
+"""Models that hang or fail: the service logs the failure, replaces the process, and answers the good texts."""
 
 import http.client
 import json
@@ -24,7 +24,7 @@ BAD = f"Ada drew a {faulty.WORD} at dawn."
 
 
 def problem(server: Server) -> str:
-    """What /health/ready says is wrong; nothing when it is ready."""
+    """The reason in the response of /health/ready, or an empty text."""
     reply = server.get("/health/ready")
     return "" if reply.status == 200 else reply.json()["error"]["message"]
 
@@ -32,7 +32,7 @@ def problem(server: Server) -> str:
 @pytest.mark.promise("An input that hangs the model fails alone.")
 @pytest.mark.exclusive
 def test_a_text_that_hangs_fails_alone(tiny: Server, tiny_bundle: Path, tmp_path: Path) -> None:
-    """The process that it hangs is replaced, twice; those who were asked with it are answered."""
+    """The service replaces the hanging process twice; the other requests in its batches are answered."""
     path = faulty.with_fault(tiny_bundle, tmp_path / "hangs", faulty.endless_loop)
     texts = [samples.text(10 + seed, seed=seed) for seed in range(8)]
     expected = tiny.answer("/embed", {"inputs": texts})["embeddings"]
@@ -108,7 +108,7 @@ def test_a_session_that_can_compute_nothing_is_noticed_under_load(
 def test_a_text_that_cannot_be_computed_fails_alone(
     tiny: Server, tiny_bundle: Path, tmp_path: Path, fault: faulty.Fault
 ) -> None:
-    """Those beside it are answered; it is counted, and told of by a hash, not by what it says."""
+    """The other requests are answered; the failure is counted and logged with a hash of the text, not the text."""
     path = faulty.with_fault(tiny_bundle, tmp_path / "poisoned", fault)
     texts = [samples.text(12, seed=seed) for seed in range(16)]
     texts[5] = BAD
@@ -166,7 +166,7 @@ def memory_pages(pid: int) -> int:
 
 
 def limit_memory(pid: int, megabytes: int) -> None:
-    """Let a process have so much more than it has, which is too little for what `greed` needs."""
+    """Limit a process to this much more memory than it has, which is less than `greed` needs."""
     pages = min(memory_pages(pid) for _ in range(100))  # between two of its canaries
     _, hard = resource.prlimit(pid, resource.RLIMIT_AS)
     most = pages * resource.getpagesize() + megabytes * 1024 * 1024
@@ -177,7 +177,7 @@ def limit_memory(pid: int, megabytes: int) -> None:
 def test_silence_is_noticed_within_a_second(
     tiny_bundle: Path, pytestconfig: pytest.Config, limit_s: Callable[[float], float]
 ) -> None:
-    """An inference process that stands still is not ready, though it is connected; when it goes on, it is."""
+    """A stopped inference process makes the service not ready, although it is connected, until it continues."""
     with serving(tiny_bundle) as server:
         (inference,) = children(server)["inference"]
         time.sleep(0.5)

@@ -1,7 +1,10 @@
 """Unmodified clients of other servers, against a real server: answers, errors, keys and retries."""
 
+import os
+import signal
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,8 @@ from service.keys import make_key, record
 from tests.e2e.client_calls.isolated import ClientError
 from tests.e2e.client_calls.records import Call, Failure, KeyUse
 from tests.e2e.client_calls.table import Client, clients, is_class
-from tests.e2e.conftest import Server, serving
+from tests.e2e.conftest import Server, children, serving, until
+from tests.e2e.proxy import first_unready
 
 pytestmark = [
     pytest.mark.e2e,
@@ -22,6 +26,8 @@ pytestmark = [
 ]
 
 OPTIONS = ("--max-inputs-per-request", 8)
+ANY_KEY = "none"  # for services without keys
+RETRY_AFTER_S = 1.0
 CLIENTS = [*clients()]
 
 
@@ -87,6 +93,32 @@ def server_of(tasks_bundle: Path) -> Iterator[Callable[[Client], Server]]:
         yield lambda client: start(client.options)
 
 
+@contextmanager
+def not_ready(bundle: Path, *options: str | int) -> Iterator[Server]:
+    """A service that answers with 503 and `Retry-After: 1`: it has no inference process, and cannot start one."""
+    with serving(bundle, *map(str, options)) as server:
+        (inference,) = children(server)["inference"]
+        server.process.send_signal(signal.SIGSTOP)
+        try:
+            os.kill(inference, signal.SIGKILL)
+            until(lambda: server.get("/health/ready").status == 503)
+            yield server
+        finally:
+            server.process.send_signal(signal.SIGCONT)
+
+
+@pytest.fixture(scope="module")
+def unready_of(tasks_bundle: Path) -> Iterator[Callable[[Client], Server]]:
+    """A function of a client: returns a service with the options of its records that is not ready."""
+    with ExitStack() as stack:
+
+        @cache
+        def start(options: tuple[str, ...]) -> Server:
+            return stack.enter_context(not_ready(tasks_bundle, *OPTIONS, *options))
+
+        yield lambda client: start(client.options)
+
+
 @pytest.mark.parametrize(("client", "call"), cases("calls"))
 def test_answers(server_of: Callable[[Client], Server], client: Client, call: Call) -> None:
     """A client gets the native API's answers."""
@@ -99,9 +131,9 @@ def test_errors(server_of: Callable[[Client], Server], client: Client, failure: 
     assert not raised(server_of(client), failure)
 
 
-def error_of(use: KeyUse, server: Server, key: str) -> Exception:
-    """Call until the client raises, and return that error."""
-    for _ in range(200):
+def error_of(use: KeyUse, server: Server, key: str, calls: int = 200) -> Exception:
+    """Call until the client raises, at most `calls` times, and return that error."""
+    for _ in range(calls):
         try:
             use.run(server, key, False)
         except Exception as error:
@@ -121,3 +153,37 @@ def test_keys(tasks_bundle: Path, tmp_path: Path, client: Client, use: KeyUse) -
         if use.retries:
             for _ in range(3):
                 assert equal(use.run(server, slow, True), expected)
+
+
+def unavailable_fault(ready: Server, unready: Server, use: KeyUse) -> str:
+    """Return how a client differs from its record where a service is not ready; empty if it does not.
+
+    It raises its class. It repeats a request that is refused with 503 after `Retry-After`, if it retries.
+    """
+    if not is_class(error_of(use, unready, ANY_KEY, calls=1), use.on_503):
+        return f"does not raise {use.on_503}"
+    expected = use.run(ready, ANY_KEY, False)
+    with first_unready(unready, ready) as proxy:
+        try:
+            found = use.run(replace(ready, url=proxy.url), ANY_KEY, True)
+        except Exception as error:
+            right = not use.retries and is_class(error, use.on_503)
+            raised = "" if right else f"raised {error!r}"
+        else:
+            raised = "" if use.retries and equal(found, expected) else f"returned {found!r}"
+        statuses = [post.status for post in proxy.posts]
+        if raised or statuses != ([503, 200] if use.retries else [503]):
+            return f"{raised} after answers with {statuses}"[:500]
+        waited_s = proxy.posts[-1].at - proxy.posts[0].at
+    return f"waited {waited_s:.2f} s" if use.retries and waited_s < RETRY_AFTER_S else ""
+
+
+@pytest.mark.parametrize(("client", "use"), cases("key_uses"))
+def test_unavailable(
+    server_of: Callable[[Client], Server],
+    unready_of: Callable[[Client], Server],
+    client: Client,
+    use: KeyUse,
+) -> None:
+    """A client raises its class for a service that is not ready, or repeats its request after `Retry-After`."""
+    assert not unavailable_fault(server_of(client), unready_of(client), use)

@@ -28,7 +28,7 @@ def test_the_description_is_kept(tasks_bundle: Path, tmp_path: Path) -> None:
     None is answered 5xx, and what the document forbids is refused.
     """
     program = shutil.which("schemathesis", path=Path(sys.executable).parent)
-    assert program, "schemathesis is not installed beside this Python"
+    assert program, "schemathesis is not installed next to this Python"
     options = [
         "--max-examples",
         str(EXAMPLES),

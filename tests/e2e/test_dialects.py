@@ -81,7 +81,7 @@ def test_tei_errors(server: Server) -> None:
 
 
 def test_tei_info(server: Server) -> None:
-    """What clients ask about the model."""
+    """The response to the clients' request for the model's description."""
     found = server.get("/tei/info").json()
     assert ("tiny@1", 512, 8) == (
         found["model_id"],

@@ -1,6 +1,7 @@
-"""From SIGTERM to the end: nobody new, nobody lost."""
+"""From SIGTERM to the end: the service accepts no new client and loses no request."""
 
 import http.client
+import itertools
 import json
 import os
 import resource
@@ -9,34 +10,42 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from tests.e2e.calls import Call, embed_calls, same_answer
 from tests.e2e.conftest import Server, children, serving, until
 
 pytestmark = pytest.mark.e2e
 
-BODY = json.dumps({"inputs": "Ada drew a comet."}).encode()
+# Half of them in the dialects of other servers.
+CALLS = embed_calls(["Ada drew a comet."] * 10)
+HALF = 9  # bytes of a body
 STANDARD_FILES = 3  # with this limit, a process can open no file
 
 
 @contextmanager
-def half_sent(server: Server) -> Iterator[socket.socket]:
-    """A request of which the service has the head and half the body."""
+def half_sent(server: Server, call: Call = CALLS[0]) -> Iterator[socket.socket]:
+    """A request of which the service has the head and a part of the body."""
+    path, body = call[0].encode(), body_of(call)
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
         client.sendall(
-            b"POST /embed HTTP/1.1\r\nHost: quartet\r\nContent-Type: application/json\r\n"
-            b"Content-Length: %d\r\nExpect: 100-continue\r\n\r\n%s" % (len(BODY), BODY[:9])
+            b"POST %s HTTP/1.1\r\nHost: quartet\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\nExpect: 100-continue\r\n\r\n%s" % (path, len(body), body[:HALF])
         )
         assert client.recv(100).startswith(b"HTTP/1.1 100 ")  # it is being answered
         yield client
 
 
+def body_of(call: Call) -> bytes:
+    return json.dumps(call[1]).encode()
+
+
 def readiness(server: Server) -> int | None:
-    """The status of /health/ready; None when nobody listens."""
+    """The status of /health/ready; None when no process listens."""
     client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     try:
         client.request("GET", "/health/ready")
@@ -54,21 +63,26 @@ def begin_drain(server: Server) -> None:
 
 @pytest.mark.promise("After SIGTERM the service becomes unready and completes accepted requests.")
 def test_request_under_way_is_answered(tiny_bundle: Path) -> None:
-    """A request whose body was still coming is answered; meanwhile nobody new is wanted; then it ends."""
+    """Requests whose bodies were incomplete are answered, in every dialect; no new ones are accepted."""
+    replies = []
     with serving(tiny_bundle) as server:
-        with half_sent(server) as client:
+        alone = [server.answer(*call) for call in CALLS]
+        with ExitStack() as stack:
+            clients = [stack.enter_context(half_sent(server, call)) for call in CALLS]
             begin_drain(server)
             assert readiness(server) in (503, None)
             until(lambda: readiness(server) is None)
             assert server.process.poll() is None
-            client.sendall(BODY[9:])
-            with client.makefile("rb") as wire:
-                head, _, body = wire.read().partition(b"\r\n\r\n")
+            for client, call in zip(clients, CALLS, strict=True):
+                client.sendall(body_of(call)[HALF:])
+                with client.makefile("rb") as wire:
+                    replies.append(wire.read().partition(b"\r\n\r\n"))
         assert 0 == server.process.wait(30)
 
-    assert head.startswith(b"HTTP/1.1 200 ")
-    assert b"\r\nconnection: close" in head.lower()
-    assert "tiny@1" == json.loads(body)["model"]
+    for expected, (head, _, body) in zip(alone, replies, strict=True):
+        assert head.startswith(b"HTTP/1.1 200 ")
+        assert b"\r\nconnection: close" in head.lower()
+        assert same_answer(expected, json.loads(body))
 
 
 @pytest.mark.promise("A process without free descriptors answers what it accepted after SIGTERM.")
@@ -86,14 +100,14 @@ def test_a_drain_without_free_descriptors(tiny_bundle: Path) -> None:
                 os.kill(http_process, signal.SIGCONT)
                 until(lambda: any('"draining"' in line for line in server.log))
                 time.sleep(0.5)
-                client.sendall(BODY[9:])
+                client.sendall(body_of(CALLS[0])[HALF:])
                 with client.makefile("rb") as wire:
                     assert wire.read().startswith(b"HTTP/1.1 200 ")
         assert 0 == server.process.wait(30)
 
 
 def test_drain_ends_in_time(tiny_bundle: Path) -> None:
-    """A client that never finishes its request is told so at the end, and does not put it off."""
+    """A client that never completes its request gets an error at the end, and does not delay the end."""
     with serving(tiny_bundle, "--drain-s", "1") as server, half_sent(server) as client:
         began = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
@@ -139,13 +153,18 @@ def asking(*asked: Callable[[], object]) -> Iterator[list[list[Call]]]:
             thread.join(30)
 
 
-def ask_over(client: http.client.HTTPConnection) -> tuple[int, str] | None:
-    """A request's status, and what is said of the connection; None where nobody listens or all was cut off."""
+def ask_over(
+    client: http.client.HTTPConnection, call: Call, expected: object
+) -> tuple[int, str, bool] | None:
+    """Send a call, and return its status, its header `Connection`, and whether its answer is the expected one.
+
+    Returns None where the connection is refused or closed.
+    """
     try:
-        client.request("POST", "/embed", BODY, {"Content-Type": "application/json"})
+        client.request("POST", call[0], body_of(call), {"Content-Type": "application/json"})
         answer = client.getresponse()
-        answer.read()
-        return answer.status, answer.headers.get("Connection", "")
+        found = json.loads(answer.read())
+        return answer.status, answer.headers.get("Connection", ""), same_answer(expected, found)
     except (ConnectionError, http.client.HTTPException):
         client.close()
         return None
@@ -159,16 +178,21 @@ def test_nobody_is_refused_before_the_delay_is_over(tiny_bundle: Path, workers: 
     delay_s = 3.0
     options = ["--drain-delay-s", str(delay_s), "--http-workers", workers]
     with serving(tiny_bundle, *options) as server:
+        alone = [(call, server.answer(*call)) for call in CALLS]
+        anew, again = itertools.cycle(alone), itertools.cycle(alone)
         kept = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
 
-        def ask_anew() -> tuple[int, str] | None:
+        def ask_anew() -> tuple[int, str, bool] | None:
             client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
             try:
-                return ask_over(client)
+                return ask_over(client, *next(anew))
             finally:
                 client.close()
 
-        with asking(ask_anew, lambda: ask_over(kept), lambda: readiness(server)) as came:
+        def ask_again() -> tuple[int, str, bool] | None:
+            return ask_over(kept, *next(again))
+
+        with asking(ask_anew, ask_again, lambda: readiness(server)) as came:
             until(lambda: all(len(each) > 3 for each in came))
             told = time.monotonic()
             server.process.send_signal(signal.SIGTERM)
@@ -178,7 +202,7 @@ def test_nobody_is_refused_before_the_delay_is_over(tiny_bundle: Path, workers: 
     for each in came[:2]:
         during = [call.got for call in each if told <= call.began and call.ended < told + delay_s]
         assert during
-        assert {(200, "")} == set(during)
+        assert {(200, "", True)} == set(during)
     noticed = told + delay_s / 2
     late = [call.got for call in came[2] if noticed <= call.began and call.ended < told + delay_s]
     assert {503} == set(late)
@@ -187,7 +211,7 @@ def test_nobody_is_refused_before_the_delay_is_over(tiny_bundle: Path, workers: 
 
 @pytest.mark.parametrize("workers", ["0", "1"])
 @pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM] * 2])
-def test_who_is_in_a_hurry_waits_for_no_delay(
+def test_an_urgent_signal_skips_the_delay(
     tiny_bundle: Path, workers: str, signals: list[signal.Signals]
 ) -> None:
     """SIGINT drains at once, and so does a second SIGTERM; what was accepted is answered."""
@@ -199,7 +223,7 @@ def test_who_is_in_a_hurry_waits_for_no_delay(
                 until(lambda: readiness(server) == 503)  # two at once would be one
             server.process.send_signal(number)
         until(lambda: any('"draining"' in line for line in server.log))
-        client.sendall(BODY[9:])
+        client.sendall(body_of(CALLS[0])[HALF:])
         with client.makefile("rb") as wire:
             assert wire.readline().startswith(b"HTTP/1.1 200 ")
         assert 0 == server.process.wait(30)

@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from service.core import bundle
 from tests import samples
+from tests.e2e.calls import embed_calls, same_answer
 from tests.e2e.conftest import Reply, Server, queued, serving, start, until
 
 pytestmark = pytest.mark.e2e
@@ -126,15 +128,18 @@ def test_overload(strict: Server) -> None:
 
 @pytest.mark.promise("A drain loses no request.")
 def test_drain_loses_none(tiny_bundle: Path) -> None:
-    """After SIGTERM all that was sent is answered, new requests go elsewhere, and the exit is clean."""
-    statuses: list[int] = []
+    """After SIGTERM all that was sent is answered, in every dialect, and the exit is clean."""
+    calls = embed_calls(
+        [[samples.text(200, seed=seed + n) for n in range(6)] for seed in range(60)]
+    )
+    replies: dict[int, Reply] = {}
     with serving(tiny_bundle) as server:
+        alone = [server.answer(*call) for call in calls]
 
-        def ask(seed: int) -> None:
-            body = {"inputs": [samples.text(200, seed=seed + n) for n in range(6)]}
-            statuses.append(server.post("/embed", body).status)
+        def ask(number: int) -> None:
+            replies[number] = server.post(*calls[number])
 
-        clients = [threading.Thread(target=ask, args=(seed,)) for seed in range(60)]
+        clients = [threading.Thread(target=ask, args=(number,)) for number in range(60)]
         for client in clients:
             client.start()
         until(lambda: queued(server) > 5_000)
@@ -143,7 +148,8 @@ def test_drain_loses_none(tiny_bundle: Path) -> None:
             client.join(60)
         code = server.process.wait(40)
 
-    assert [200] * 60 == statuses
+    assert {200: 60} == Counter(reply.status for reply in replies.values())
+    assert all(same_answer(alone[number], reply.json()) for number, reply in replies.items())
     assert 0 == code
 
 
@@ -179,7 +185,7 @@ def refused(*arguments: str | Path) -> tuple[int, str]:
 
 @pytest.mark.promise("A bundle of which a byte has changed is not served.")
 def test_a_changed_byte_is_found(tiny_bundle: Path, tmp_path: Path) -> None:
-    """Weights that are not those of the manifest are not served."""
+    """Weights with another hash than in the manifest are not served."""
     copy = shutil.copytree(tiny_bundle, tmp_path / "copy")
     data = bytearray((copy / "weights.bin").read_bytes())
     data[len(data) // 2] ^= 1
@@ -211,7 +217,7 @@ def test_goldens_that_disagree_are_found(tiny_bundle: Path, tmp_path: Path) -> N
     ("flags", "said"),
     [
         (["--precision", "fp16"], "it has no fp16 graph, only fp32, int8"),
-        (["--provider", "cuda"], "CUDA was asked for, but"),
+        (["--provider", "cuda"], "provider is cuda, but"),
     ],
 )
 def test_what_is_not_to_be_had(tiny_bundle: Path, flags: list[str], said: str) -> None:

@@ -73,7 +73,7 @@ def refuse(constant: str) -> float:
 
 
 def fault(case: hostile.Case, reply: Reply, document: dict[str, Any]) -> str:
-    """What is wrong with an answer, or nothing."""
+    """The fault of a response, or an empty text."""
     if reply.status == 200:
         return "" if is_valid(case, document) else "accepted"
     if not 400 <= reply.status < 500:
@@ -82,7 +82,7 @@ def fault(case: hostile.Case, reply: Reply, document: dict[str, Any]) -> str:
 
 
 def shape(reply: Reply) -> str:
-    """What is wrong with how an error is told, or nothing."""
+    """What is wrong with the form of an error response; empty if nothing is."""
     if reply.headers.get("content-type") != "application/json":
         return "not JSON"
     (error,) = reply.json().values()
@@ -166,7 +166,7 @@ WRONG = {
 
 @pytest.mark.parametrize("length", WRONG)
 def test_bodies_of_wrong_length(tiny: Server, length: str) -> None:
-    """A body whose end cannot be told is refused at once, and nothing of it is taken for another request."""
+    """A body of unknown length is refused at once, and none of its bytes are parsed as another request."""
     with socket.create_connection(("127.0.0.1", tiny.port), timeout=20) as client:
         client.sendall(WRONG[length])
         told = http.client.HTTPResponse(client)

@@ -112,7 +112,7 @@ def test_ignored_labels(server: Server) -> None:
 
 
 def test_answer_lengths(server: Server) -> None:
-    """`max_answer_len` limits the tokens of an answer, `max_question_len` those of the question that are read."""
+    """`max_answer_len` limits the tokens of an answer, `max_question_len` the tokens read of the question."""
     path, long = "/hf/pipeline/question-answering", {**QUESTION, "question": "What rained? " * 8}
 
     def ask(**parameters: int) -> Any:

@@ -221,7 +221,7 @@ def test_errors(server: Server, body: object, status: int, named: str) -> None:
 
 
 def test_pages(server: Server) -> None:
-    """What the protocol says about the server and its models."""
+    """The protocol's descriptions of the server and its models."""
     assert "binary_tensor_data" in server.get("/v2").json()["extensions"]
     assert {"ready": True} == server.get("/v2/health/ready").json()
     for path in ("/v2/models/tasks", "/v2/models/tasks@1", "/v2/models/tasks/versions/1"):

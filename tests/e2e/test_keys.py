@@ -47,7 +47,7 @@ def metrics(server: Server) -> Server:
     ("key", "tenant"), [(KEY, "filed"), (PLAIN, "default")], ids=["of a file", "of a variable"]
 )
 def test_a_key_opens_every_process(locked: Server, key: str, tenant: str) -> None:
-    """Keys of a file and of a variable reach them all, on no command line; the log has names of keys alone."""
+    """Keys of a file and of a variable reach all processes, but no command line; the log has only names of keys."""
     headers = {"Authorization": f"Bearer {key}"}
     statuses = [locked.post("/embed", BODY, headers).status for _ in range(20)]
     assert [200] * 20 == statuses
@@ -59,7 +59,7 @@ def test_a_key_opens_every_process(locked: Server, key: str, tenant: str) -> Non
 
 
 def test_a_connection_outlives_a_refusal(locked: Server) -> None:
-    """What a client sends beside a refused request is thrown away, and its next request is answered."""
+    """The body of a refused request is discarded, and the next request on the connection is answered."""
     body = b'{"inputs": "%s"}' % (b"a" * 1_000_000)
     allowed = f"Authorization: Bearer {KEY}\r\nConnection: close\r\n"
     with socket.create_connection(("127.0.0.1", locked.port)) as connection:
@@ -72,7 +72,7 @@ def test_a_connection_outlives_a_refusal(locked: Server) -> None:
 
 
 def test_metrics_are_on_their_port_alone(locked: Server) -> None:
-    """Whoever reaches it needs no key, and finds nothing else there."""
+    """The metrics port needs no key and serves metrics and health only."""
     apart = metrics(locked)
     assert locked.port != apart.port
     page = apart.get("/metrics")
@@ -84,7 +84,7 @@ def test_metrics_are_on_their_port_alone(locked: Server) -> None:
 
 
 def test_both_ports_are_drained(tiny_bundle: Path) -> None:
-    """From SIGTERM on, nobody is kept waiting on either port while requests under way are finished."""
+    """From SIGTERM on, both ports answer the requests in flight and accept no new connection."""
     with serving(tiny_bundle, "--metrics-port", "0", "--http-workers", "2") as server:
         until(lambda: sum('"serving"' in line for line in server.log) == 2, 60)
         ports = [server.port, metrics(server).port]

@@ -31,7 +31,7 @@ def still(tiny_bundle: Path) -> Iterator[Server]:
 
 @contextmanager
 def waiting(server: Server, requests: int) -> Iterator[float]:
-    """So many requests in the queue, from clients that leave at the end; gives the tokens they hold."""
+    """Keep this number of requests in the queue, from clients that disconnect at the end; yields their tokens."""
     clients = [http.client.HTTPConnection("127.0.0.1", server.port) for _ in range(requests)]
     for client in clients:
         client.request("POST", "/embed", BODY, {"Content-Type": "application/json"})
@@ -61,7 +61,7 @@ def computed(server: Server) -> float:
 
 @contextmanager
 def stopped(server: Server) -> Iterator[None]:
-    """With an inference process that stands still."""
+    """A service with a stopped inference process."""
     (inference,) = children(server)["inference"]
     os.kill(inference, signal.SIGSTOP)
     try:

@@ -1,4 +1,4 @@
-"""Many texts in one request: they come in lines as they are done, and hold up nobody."""
+"""Many texts in one request: the stream has each result as soon as it is ready, and other requests are not delayed."""
 
 import http.client
 import json

@@ -1,5 +1,6 @@
-"""Models come, change and go while they are served: nobody who asks notices but by the answers."""
+"""Models are loaded, replaced and unloaded under load: clients see only that other models answer."""
 
+import itertools
 import json
 import os
 import re
@@ -14,11 +15,12 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from service.core import bundle
 from service.keys import make_key, record
+from tests.e2e.calls import calls, embed_calls, same_answer
+from tests.e2e.clients import LoneAnswers, lone_answers
 from tests.e2e.conftest import Reply, Server, serving, until
 from tests.e2e.test_processes import children, readiness
 from tests.versions import answer_goldens, read_manifest, restate, save_version
@@ -54,7 +56,7 @@ class Desk:
         return reply.json()
 
     def models(self) -> dict[str, Any]:
-        """What administrators are told of each, by its id."""
+        """What administrators read about each model, by its id."""
         models = self.order("GET", "/admin/models").json()["models"]
         return {model["id"]: model for model in models}
 
@@ -65,7 +67,7 @@ class Desk:
         return self.server.post("/embed", {"inputs": TEXT, "model": model}, self.client)
 
     def vector(self, model: str | None) -> tuple[str, list[float]]:
-        """Who answers, and what."""
+        """The model that answers, and its vector."""
         reply = self.ask(model)
         assert 200 == reply.status, reply.body
         return reply.json()["model"], reply.json()["embeddings"][0]
@@ -93,23 +95,31 @@ def desk(
         yield Desk(server, full, models_dir, **headers)
 
 
+# Half of them in the dialects of other servers.
+CALLS = [*embed_calls([TEXT] * 10), *calls()[:8]]
+
+
 @dataclass
 class Client:
-    """Asks for `tiny` again and again, and remembers every answer."""
+    """Sends `CALLS` to `tiny` again and again, and remembers every answer with the index of its call."""
 
-    ask: Callable[[], Reply]
-    replies: list[Reply] = field(default_factory=list)
+    at: Desk
+    replies: list[tuple[int, Reply]] = field(default_factory=list)
     enough: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
-        while not self.enough.is_set():
-            self.replies.append(self.ask())
+        for number in itertools.cycle(range(len(CALLS))):
+            if self.enough.is_set():
+                return
+            path, body = CALLS[number]
+            reply = self.at.server.post(path, {**body, "model": "tiny"}, self.at.client)
+            self.replies.append((number, reply))
 
 
 @contextmanager
-def hammering(ask: Callable[[], Reply], clients: int = 3) -> Iterator[list[Client]]:
-    """Clients who ask all the time."""
-    made = [Client(ask) for _ in range(clients)]
+def hammering(at: Desk, clients: int = 3) -> Iterator[list[Client]]:
+    """Clients that send requests all the time."""
+    made = [Client(at) for _ in range(clients)]
     threads = [threading.Thread(target=client.run) for client in made]
     for thread in threads:
         thread.start()
@@ -126,26 +136,34 @@ def hammering(ask: Callable[[], Reply], clients: int = 3) -> Iterator[list[Clien
 )
 @pytest.mark.parametrize(("workers", "swaps"), [(1, 20), (0, 4), (2, 4)])
 def test_swaps_under_load(tiny_bundle: Path, tmp_path: Path, workers: int, swaps: int) -> None:
-    """No request fails; each is answered by one version, and as that version answers alone."""
+    """No request fails in any dialect; each is answered by one version, and as that version answers alone."""
     with desk(tiny_bundle, tmp_path, workers=workers) as at:
-        alone = dict([at.vector("tiny@1")])
-        with hammering(lambda: at.ask("tiny")) as clients:
+
+        def answers_of(model: str) -> LoneAnswers:
+            return lone_answers(at.server, model, at.client, CALLS)
+
+        alone = {"tiny@1": answers_of("tiny@1")}
+        with hammering(at) as clients:
             for version in map(str, range(2, 2 + swaps)):
                 at.load(at.save(version))
                 assert f"tiny@{version}" == at.vector("tiny")[0] == at.vector(None)[0]
-                alone |= dict([at.vector(f"tiny@{version}")])
+                alone[f"tiny@{version}"] = answers_of(f"tiny@{version}")
         replies = [reply for client in clients for reply in client.replies]
-        assert {200: len(replies)} == Counter(reply.status for reply in replies)
+        assert {200: len(replies)} == Counter(reply.status for _, reply in replies)
         last = [f"tiny@{swaps + 1} current", f"tiny@{swaps} previous"]
         until(lambda: at.states() == last)
-    assert not any(alike(alone[one], alone[other]) for one, other in combinations(alone, 2))
-    answers = [(reply.json()["model"], reply.json()["embeddings"][0]) for reply in replies]
-    assert len({model for model, _ in answers}) > swaps / 2
-    assert all(alike(alone[model], vector) for model, vector in answers)
-
-
-def alike(one: list[float], other: list[float]) -> bool:
-    return bool(np.allclose(one, other, rtol=0, atol=1e-5))
+    vectors = [lone.answers[0]["embeddings"] for lone in alone.values()]
+    assert not any(same_answer(one, other) for one, other in combinations(vectors, 2))
+    models = {lone.fingerprint: model for model, lone in alone.items()}
+    answered = Counter(models[reply.headers["x-quartet-model"]] for _, reply in replies)
+    assert len(answered) > swaps / 2
+    wrong = [
+        CALLS[number]
+        for number, reply in replies
+        for lone in [alone[models[reply.headers["x-quartet-model"]]]]
+        if not same_answer(lone.answers[number], reply.json())
+    ]
+    assert not wrong
 
 
 SWAPS = 50
@@ -204,7 +222,7 @@ def at(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.mark.promise("`name@version` selects exactly that version, or returns 404.")
 def test_versions_can_be_pinned(at: Desk) -> None:
-    """Who names a version is answered by that one, or by none."""
+    """A request that names a version is answered by that version or gets 404."""
     at.load(at.save("pin-1"))
     at.load(at.save("pin-2"))
     for model in ("tiny@pin-1", "tiny@pin-2"):
@@ -264,7 +282,7 @@ def break_the_tokenizer(folder: Path) -> None:
 def test_what_must_not_be_served_is_refused(
     at: Desk, breaking: Callable[[Path], None], said: str
 ) -> None:
-    """With its reason; the one that answers goes on."""
+    """The response has the reason; the current version keeps serving."""
     before, states = at.vector("tiny"), at.states()
     breaking(at.models_dir / at.save("bad"))
     reply = at.order("POST", "/admin/models", {"path": "bad"})
@@ -318,7 +336,7 @@ def test_administration_needs_a_key_for_it(at: Desk) -> None:
 
 
 def test_without_keys_or_directory_nothing_comes(tiny: Server, tiny_bundle: Path) -> None:
-    """Whoever runs the service says who may change it, and from where."""
+    """The settings decide whether models may be loaded, and from which directory."""
     assert 403 == tiny.post("/admin/models", {"path": "x"}).status
     assert "state" in tiny.get("/models").json()["models"][0]
 
@@ -329,7 +347,7 @@ def test_what_lies_in_a_directory_is_served(
 ) -> None:
     """It comes, is replaced and goes without an order, and without a failed request."""
     with desk(tiny_bundle, tmp_path, "--watch-s", "0.05", workers=workers) as at:
-        with hammering(lambda: at.ask("tiny"), clients=1) as (client,):
+        with hammering(at, clients=1) as (client,):
             at.save("2")
             until(lambda: at.states() == ["tiny@2 current", "tiny@1 previous"])
             (at.models_dir / at.save("3")).rename(tmp_path / "3")
@@ -338,14 +356,14 @@ def test_what_lies_in_a_directory_is_served(
             assert "tiny@3" == at.vector("tiny")[0]
             shutil.rmtree(at.models_dir / "2")
             until(lambda: len(at.states()) == 1)
-        assert {200: len(client.replies)} == Counter(reply.status for reply in client.replies)
+        assert {200: len(client.replies)} == Counter(reply.status for _, reply in client.replies)
 
 
 @pytest.mark.parametrize("workers", [1, 0])
 def test_a_version_is_compared_before_it_is_promoted(
     tiny_bundle: Path, tmp_path: Path, workers: int
 ) -> None:
-    """It gets copies, whose answers nobody sees; how many changed decides whether it may answer for its name."""
+    """The candidate gets mirrored requests and sends no response; the share of changed results decides."""
     with desk(tiny_bundle, tmp_path, workers=workers) as at:
         at.save("same")
         shutil.copy(tmp_path / "first" / "weights.bin", at.models_dir / "same")

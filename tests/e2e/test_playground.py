@@ -54,7 +54,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def locked(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Locked]:
-    """A service that answers those who have a key."""
+    """A service that answers requests with a key only."""
     key, keys = make_key(), tmp_path_factory.mktemp("keys") / "keys.toml"
     keys.write_text(record("visitor", key))
     with serving(tiny_bundle, "--api-keys", keys) as server:
@@ -102,9 +102,42 @@ def test_page_loads_alone_and_in_silence(browser: Browser, server_url: str) -> N
     expect(page.locator("#model")).to_be_enabled()
     run(page, "classify")
     page.goto(f"{server_url}/docs")
-    expect(page.locator("#routes h2").first).to_be_visible()
+    expect(page.locator("#swagger-ui .opblock").first).to_be_visible()
     page.close()
     origins = {urlsplit(url)[:2] for url in requested}
+    assert (origins, complaints) == ({urlsplit(server_url)[:2]}, [])
+
+
+@pytest.mark.parametrize("prefix", ["", "/models/one"])
+def test_documentation_page_sends_a_request(browser: Browser, server_url: str, prefix: str) -> None:
+    """`Try it out` calls a route and shows the response, also behind a path prefix, and calls no other server."""
+    page = browser.new_page()
+    requested: list[str] = []
+    complaints: list[str] = []
+
+    def forward(route: Any) -> None:
+        path = urlsplit(route.request.url).path.removeprefix(prefix)
+        route.fulfill(response=route.fetch(url=server_url + path))
+
+    page.on("request", lambda request: requested.append(request.url))
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    if prefix:
+        page.route(f"**{prefix}/**", forward)
+    page.goto(f"{server_url}{prefix}/docs")
+    classify = page.locator(".opblock", has=page.locator("[data-path='/classify']"))
+    classify.locator(".opblock-summary-control").click()
+    classify.locator(".try-out__btn").click()
+    classify.locator("textarea").first.fill('{"inputs": "A warm and generous film."}')
+    with page.expect_response(f"{server_url}{prefix}/classify") as caught:
+        classify.locator(".execute").click()
+    shown = classify.locator(".live-responses-table")
+    expect(shown.locator(".response-col_status").last).to_contain_text("200")
+    for label in caught.value.json()["results"][0]:
+        expect(shown).to_contain_text(label["label"])
+    page.close()
+
+    origins = {urlsplit(url)[:2] for url in requested if not url.startswith("data:")}
     assert (origins, complaints) == ({urlsplit(server_url)[:2]}, [])
 
 
@@ -159,7 +192,7 @@ def test_emoji_before_an_entity_do_not_shift_its_mark(page: Page) -> None:
 
 
 def test_service_and_page_agree_on_offsets_after_emoji(page: Page) -> None:
-    """What the real service finds after emoji is marked as the words it says it found."""
+    """The page marks exactly the service's words after emoji."""
     text = "🚀👨‍👩‍👧 Angela Merkel 🎉 came to Berlin."
     entities = run(page, "entities", inputs=text)["results"][0]
     spans = [text[entity["start"] : entity["end"]] for entity in entities]
@@ -423,7 +456,7 @@ def test_a_service_with_keys_asks_for_one(browser: Browser, locked: Locked) -> N
     """The page takes a key, sends it with every call, and shows it in no command."""
     page = browser.new_page()
     page.goto(locked.url)
-    expect(page.locator("#models-error")).to_contain_text("those who have a key")
+    expect(page.locator("#models-error")).to_contain_text("requires an API key")
     expect(page.locator("#key")).to_be_focused()
     page.keyboard.type(locked.key)
     page.keyboard.press("Enter")
@@ -453,12 +486,12 @@ def test_a_key_is_kept_for_the_tab_alone(browser: Browser, locked: Locked) -> No
 
 
 def test_a_wrong_key_is_said_in_place(browser: Browser, locked: Locked) -> None:
-    """What the service says of a key is shown, and another can be given."""
+    """The page shows the service's error, and accepts another key."""
     page = browser.new_page()
     page.goto(locked.url)
     page.fill("#key", "guessed")
     page.click("#key-form button")
-    expect(page.locator("#models-error .error")).to_contain_text("this key is not known")
+    expect(page.locator("#models-error .error")).to_contain_text("the key is unknown")
     page.fill("#key", locked.key)
     page.click("#key-form button")
     expect(page.locator("#model")).to_be_enabled()

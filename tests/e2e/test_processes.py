@@ -1,4 +1,4 @@
-"""HTTP and inference in processes of their own: who dies is replaced, and all end together."""
+"""HTTP and inference in separate processes: a process that dies is replaced, and all end together."""
 
 import http.client
 import json
@@ -66,7 +66,7 @@ def held(server: Server) -> bool:
 
 @pytest.mark.promise("Requests of a dead inference process are computed again, once.")
 def test_requests_under_way_are_asked_again(tiny: Server, tiny_bundle: Path) -> None:
-    """What the dead process had not answered, the next one answers; nobody notices but by the time it took."""
+    """The successor answers the requests of a dead process; clients only see a longer response time."""
     texts = [samples.text(60, seed=seed) for seed in range(4)]
     bodies = [{"inputs": text} for text in texts]
     expected_ones = tiny.answer("/embed", {"inputs": texts})
@@ -82,7 +82,7 @@ def test_requests_under_way_are_asked_again(tiny: Server, tiny_bundle: Path) -> 
 
 
 def test_lines_go_on_after_a_loss(tiny_bundle: Path) -> None:
-    """An answer in lines that was cut off goes on with those that were missing, and no line comes twice."""
+    """An interrupted NDJSON stream continues with the missing lines, and no line is sent twice."""
     texts = [samples.text(60 + number % 40, seed=number) for number in range(1000)]
     headers = {"Content-Type": "application/json", "Accept": "application/x-ndjson"}
     with serving(tiny_bundle) as server:
@@ -102,7 +102,7 @@ def test_lines_go_on_after_a_loss(tiny_bundle: Path) -> None:
 
 @pytest.mark.promise("A request that is lost twice fails with its own code, alone.")
 def test_what_is_lost_twice_fails_by_name(tiny_bundle: Path) -> None:
-    """A request has two chances; nothing hangs after them, and the service goes on."""
+    """A request has two attempts; after them it fails, and the service continues."""
     body = {"inputs": [samples.text(60 + number % 40, seed=number) for number in range(1000)]}
     with serving(tiny_bundle, *SLOWLY) as server, ThreadPoolExecutor(1) as clients:
         asked = clients.submit(server.post, "/embed", body)
@@ -116,14 +116,16 @@ def test_what_is_lost_twice_fails_by_name(tiny_bundle: Path) -> None:
         assert server.answer("/embed", {"inputs": "Ada drew a comet."})
 
 
-def test_a_deadline_holds_while_there_is_nobody_to_compute(tiny_bundle: Path) -> None:
-    """Who waits for the next process waits no longer than was agreed; here the next one never comes."""
+def test_a_deadline_holds_without_an_inference_process(tiny_bundle: Path) -> None:
+    """A request that waits for a successor waits no longer than its deadline; here no successor comes."""
     body, patience = {"inputs": "Ada drew a comet."}, {"X-Request-Timeout-Ms": "4000"}
     with serving(tiny_bundle, "--max-wait-ms", "20000") as server, ThreadPoolExecutor(1) as clients:
         (inference,) = children(server)["inference"]
         asked = clients.submit(server.post, "/embed", body, patience)
         until(lambda: held(server))
-        os.kill(server.process.pid, signal.SIGSTOP)  # it is who starts the next one
+        os.kill(
+            server.process.pid, signal.SIGSTOP
+        )  # the main process, which would start the successor
         try:
             os.kill(inference, signal.SIGKILL)
             reply = asked.result(30)
@@ -132,7 +134,7 @@ def test_a_deadline_holds_while_there_is_nobody_to_compute(tiny_bundle: Path) ->
     assert (504, "deadline_exceeded") == (reply.status, reply.json()["error"]["code"])
 
 
-def test_a_drain_answers_what_a_dead_process_was_asked(tiny_bundle: Path) -> None:
+def test_a_drain_answers_requests_of_a_dead_process(tiny_bundle: Path) -> None:
     """Inference is started again while the service drains, for what was accepted is to be answered."""
     body = {"inputs": samples.text(60, seed=1)}
     with serving(tiny_bundle, "--max-wait-ms", "20000") as server, ThreadPoolExecutor(1) as clients:
@@ -150,7 +152,7 @@ def test_a_drain_answers_what_a_dead_process_was_asked(tiny_bundle: Path) -> Non
 @pytest.mark.promise("A process that hangs is replaced like a dead one.")
 @pytest.mark.exclusive
 def test_a_stopped_inference_process_is_replaced(tiny: Server, tiny_bundle: Path) -> None:
-    """One that is there and does nothing is killed after `hang_s`; what it was asked is answered by the next one."""
+    """A process that does nothing is killed after `hang_s`; its successor answers its requests."""
     body = {"inputs": samples.text(60, seed=1)}
     options = ["--hang-s", "1", "--max-wait-ms", "20000"]
     with serving(tiny_bundle, *options) as server, ThreadPoolExecutor(1) as clients:
@@ -169,7 +171,7 @@ def test_a_stopped_inference_process_is_replaced(tiny: Server, tiny_bundle: Path
 @pytest.mark.promise("An HTTP process that hangs is replaced.")
 @pytest.mark.exclusive
 def test_a_stopped_http_process_is_replaced(tiny_bundle: Path) -> None:
-    """The listener is not lost with it: who connects meanwhile is answered by the next one."""
+    """The listener stays open: the successor answers a client that connects meanwhile."""
     with serving(tiny_bundle, "--hang-s", "1") as server:
         (inference,), (http,) = children(server).values()
         os.kill(http, signal.SIGSTOP)
@@ -179,7 +181,7 @@ def test_a_stopped_http_process_is_replaced(tiny_bundle: Path) -> None:
 
 
 @pytest.mark.exclusive
-def test_nobody_is_blamed_for_a_machine_that_slept(tiny_bundle: Path) -> None:
+def test_time_of_a_suspended_machine_does_not_count(tiny_bundle: Path) -> None:
     """When all stood still, and the children wake up after the main process, none is killed."""
     with serving(tiny_bundle, "--hang-s", "5") as server:
         before = children(server)
@@ -252,7 +254,7 @@ def test_a_signal_to_all_at_once_is_a_drain(tiny_bundle: Path) -> None:
 
 
 def test_what_cannot_be_opened_ends_all(tmp_path: Path) -> None:
-    """A bundle that is refused is told once, and no process is left."""
+    """A refused bundle is logged once, and no process is left."""
     process = start(tmp_path / "nothing", "--port", "0", "--http-workers", "2")
     _, said = process.communicate(timeout=60)
     assert 3 == process.returncode
@@ -261,7 +263,7 @@ def test_what_cannot_be_opened_ends_all(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_opened_again_is_tried_again(tiny_bundle: Path, tmp_path: Path) -> None:
-    """A service that has served does not end when its bundle is gone for a while: it says so, and goes on trying."""
+    """A service that has served does not end while its bundle is missing: it logs this, and tries again."""
     path, away = shutil.copytree(tiny_bundle, tmp_path / "tiny"), tmp_path / "away"
     with serving(path) as server:
         path.rename(away)
@@ -276,7 +278,7 @@ def test_what_cannot_be_opened_again_is_tried_again(tiny_bundle: Path, tmp_path:
         assert any("cannot start" in line for line in server.log)
 
 
-def test_the_first_scrape_knows_what_will_be_asked(tiny_bundle: Path) -> None:
+def test_the_first_scrape_has_every_series(tiny_bundle: Path) -> None:
     """Routes are known to HTTP processes, models to the inference process; the page has both, at zero."""
     count = 'quartet_request_duration_seconds_count{model="tiny@1",route="/embed",status="200"}'
     stage = 'quartet_stage_seconds_count{model="tiny@1",stage="serialise"}'

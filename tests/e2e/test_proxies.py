@@ -232,7 +232,7 @@ def test_request_ids_are_passed_on(proxy: Proxy) -> None:
 
 
 def test_the_log_has_the_clients_own_address(proxy: Proxy) -> None:
-    """It is the address that connects to the proxy, whatever the client writes into its headers."""
+    """It is the address that connects to the proxy, independent of the client's headers."""
     spoofed = {"X-Forwarded-For": FORGED, "Forwarded": f"for={FORGED}"}
     for number, headers in enumerate(({}, spoofed)):
         name = f"address-{number}"

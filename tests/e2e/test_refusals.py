@@ -1,4 +1,4 @@
-"""Refusals of large bodies reach whoever sends them: as a status and not as a reset, with every client that is here."""
+"""Refusals of large bodies reach every kind of client as a status, not as a connection reset."""
 
 import asyncio
 import gc
@@ -54,7 +54,7 @@ class Refused:
 
 REFUSED = {
     "too large": Refused(413, body=TOO_LARGE),
-    "too large, and nobody knew": Refused(413, body=TOO_LARGE, chunked=True),
+    "too large, of unknown length": Refused(413, body=TOO_LARGE, chunked=True),
     "no JSON": Refused(415, headers={**JSON, "Content-Type": "text/plain"}),
     "strangely compressed": Refused(415, headers={**JSON, "Content-Encoding": "br"}),
     "a wrong key": Refused(401, headers={**JSON, "Authorization": "Bearer x"}),
@@ -203,7 +203,7 @@ def waiting(server: Server) -> Iterator[None]:
 @each_client
 @each_refusal
 def test_every_client_hears_the_status(full: Server, client: str, refusal: str) -> None:
-    """Whoever sends 5 MB that nobody wants is told so, once it listens."""
+    """A client that sends 5 MB of a refused body reads the status once it reads."""
     refused = REFUSED[refusal]
     assert refused.status == CLIENTS[client](full.url, refused)
 
@@ -222,7 +222,7 @@ def crowded(tiny_bundle: Path) -> Iterator[Server]:
 
 
 @each_client
-def test_every_client_hears_that_there_are_too_many(crowded: Server, client: str) -> None:
+def test_every_excess_client_gets_503(crowded: Server, client: str) -> None:
     """A connection too many is closed with a status, though its client is still sending."""
     assert 503 == CLIENTS[client](crowded.url, Refused(503))
 
@@ -285,7 +285,7 @@ def answers(port: int) -> bool:
 
 
 @each_refusal
-def test_a_proxy_hears_the_status(proxy: str, refusal: str) -> None:
-    """Nginx hands on what it was told, and makes no 502 of it."""
+def test_a_proxy_gets_the_status(proxy: str, refusal: str) -> None:
+    """Nginx forwards the status of the service and does not replace it by 502."""
     refused = REFUSED[refusal]
     assert refused.status == ask_http_client(proxy, refused)

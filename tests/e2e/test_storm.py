@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.exclusive]
 
 CLIENTS = 6
 KILL_EVERY_S = 4.0
-# While no process computes; the last two codes are of TEI and of Hugging Face.
+# Codes while no inference process runs. TEI's code is Unhealthy; errors without a code count by their status.
 REFUSALS = {"replica_lost", "not_ready", "Unhealthy", "503"}
 
 LOAD = 0.8  # of what the clients get when they wait for nothing

@@ -15,6 +15,6 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
-    """Where to export to; its parent holds nothing else."""
+    """The path of an export in an otherwise empty folder."""
     (tmp_path / "out").mkdir()
     return tmp_path / "out" / "tiny"

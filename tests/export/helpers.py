@@ -75,7 +75,7 @@ def run_packed(proto: onnx.ModelProto, packed: Packed) -> Arrays:
 
 
 def padded_feeds(packed: Packed, padding: int = 0) -> Arrays:
-    """The same batch as a `[B, S]` rectangle, with so many columns more than it needs; padding has id 0."""
+    """The same batch as a `[B, S]` rectangle, with this many columns more than it needs; padding has id 0."""
     shape = len(packed.lengths), packed.layout.longest + padding
     mask = np.arange(shape[1]) < packed.lengths[:, None]
     feeds = {"attention_mask": mask.astype(np.int64)}

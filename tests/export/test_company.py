@@ -1,4 +1,4 @@
-"""An answer never depends on its company: alone, in batches, and beside the worst of neighbours."""
+"""Batch invariance: results are the same alone, in batches, and next to extreme texts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -83,7 +83,7 @@ def files(folder: Path) -> set[str]:
 
 
 def assert_refused(status: int, said: str, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Status 1, one line that says why, and nothing beside OUT, in it, or among temporary files."""
+    """Status 1, one line with the reason, and no file next to OUT, in it, or among temporary files."""
     errors = capsys.readouterr().err
     assert (1, 1) == (status, errors.count("\n"))
     assert errors.startswith("export: ")
@@ -97,7 +97,7 @@ def assert_refused(status: int, said: str, out: Path, capsys: pytest.CaptureFixt
 
 class TestFullBundle:
     def test_files(self, tiny_bundle: Path) -> None:
-        """By default a bundle has all graphs, and nothing that its manifest does not answer for."""
+        """By default a bundle has all graphs, and no file that the manifest does not list."""
         manifest = bundle.load(tiny_bundle).manifest
         assert FULL == files(tiny_bundle)
         assert FULL - {"README.md", "manifest.json"} == set(manifest.files())
@@ -227,7 +227,7 @@ def test_export_is_reproducible(tiny_checkpoint: Path, out: Path) -> None:
 
 
 def test_provenance(tiny_checkpoint: Path, out: Path, tmp_path: Path) -> None:
-    """What the provenance file says is in the manifest and on the card."""
+    """The contents of the provenance file are in the manifest and on the card."""
     (tmp_path / "told.toml").write_text(PROVENANCE)
     assert 0 == export(tiny_checkpoint, out, "--provenance", tmp_path / "told.toml")
     manifest = bundle.load(out).manifest
@@ -254,7 +254,7 @@ def test_provenance(tiny_checkpoint: Path, out: Path, tmp_path: Path) -> None:
 def test_terms_of_each_head_are_on_the_card(
     tiny_checkpoint: Path, out: Path, tmp_path: Path
 ) -> None:
-    """Where they differ, a table says which head may be used for what."""
+    """If the terms differ, a table has the terms of each head."""
     told = PROVENANCE.replace('used_for = "nothing either"', 'used_for = "entities"')
     assert told != PROVENANCE
     (tmp_path / "told.toml").write_text(told)
@@ -268,15 +268,17 @@ TAUGHT = '{"teachers": ["a large model", "another"]}'
 
 
 def taught_copy(folder: Path, told: str, to: Path) -> Path:
-    """A checkpoint that says who taught it."""
+    """A checkpoint that names its teachers."""
     shutil.copytree(folder, to)
     (to / "provenance.json").write_text(told)
     return to
 
 
 @pytest.mark.parametrize("training", ["", 'training = "In a day."'])
-def test_who_taught_it(training: str, tiny_checkpoint: Path, out: Path, tmp_path: Path) -> None:
-    """What a checkpoint says of its teachers is in the manifest and on the card, beside what was told."""
+def test_the_teachers_of_a_checkpoint(
+    training: str, tiny_checkpoint: Path, out: Path, tmp_path: Path
+) -> None:
+    """The teachers that a checkpoint names are in the manifest and on the card, next to the given provenance."""
     student = taught_copy(tiny_checkpoint, TAUGHT, tmp_path / "student")
     (tmp_path / "told.toml").write_text(f"{training}\n[provenance]\nseed = 7\n")
     assert 0 == export(student, out, "--provenance", tmp_path / "told.toml")
@@ -319,8 +321,8 @@ def test_other_folders_are_not_replaced_by_an_encoder(
     assert (tmp_path / "notes" / "letter.txt").read_text() == "keep me"
 
 
-def test_nobody_taught_it(tiny_bundle: Path) -> None:
-    """Then nobody is named."""
+def test_a_checkpoint_without_teachers(tiny_bundle: Path) -> None:
+    """Without teachers, the manifest names none."""
     assert () == bundle.load(tiny_bundle).manifest.provenance.teachers
     assert "Distilled" not in (tiny_bundle / "README.md").read_text()
 
@@ -365,7 +367,7 @@ def test_what_is_no_bundle_is_not_replaced(
     (out / "bundle" / "manifest.json").touch()
     assert 1 == export(tiny_checkpoint, out, "--replace")
     said = capsys.readouterr()
-    assert f"export: {out} is not replaced: it is no bundle" in said.err
+    assert f"export: {out} is not replaced: it is not a bundle" in said.err
     assert "tracing" not in said.out
     assert ({"bundle"}, {"manifest.json"}) == (files(out), files(out / "bundle"))
 
@@ -474,7 +476,7 @@ def test_refusals(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """What cannot be exported as asked ends in one line that names it."""
+    """A refused export ends with one line that has the option or file."""
     spoil, flags, said = REFUSED[case]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     checkpoint = shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")
@@ -512,7 +514,7 @@ def test_refused_provenance(
 
 
 def test_shipped_provenance_is_the_lock_s() -> None:
-    """Of its data sets the shipped bundle says what the lock says, and what its provenance file names."""
+    """The shipped bundle has the data sets that its provenance file names, with the terms in the lock."""
     shipped = bundle.load(ROOT / "bundles" / "quartet-mini").manifest.provenance
     told = read_metadata(ROOT / "model" / "configs" / "mini-provenance.toml")["provenance"]
     alike = {"name", "terms", "commercial_use", "used_for"}
@@ -597,7 +599,7 @@ def save_apart(graphs: dict[Path, onnx.ModelProto], weights: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32 packed", "int8 packed"])
-def test_company_failure(
+def test_batch_dependence_is_an_error(
     precision: str,
     tiny_checkpoint: Path,
     out: Path,
@@ -666,7 +668,7 @@ def break_int8(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_metrics(tiny_checkpoint: Path, out: Path, tmp_path: Path, decided: dict[str, str]) -> None:
-    """What was measured at each precision stands in the manifest and on the card."""
+    """The metrics of each precision are in the manifest and on the card."""
     data = write_rows(tmp_path / "dev.jsonl", decided)
     assert 0 == export(tiny_checkpoint, out, "--precision", "int8", "--eval", data)
     metrics = bundle.load(out).manifest.metrics

@@ -60,7 +60,7 @@ def save_ours(source: Source, task: str, folder: Path) -> str:
 @every_family
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 def test_bi_encoders(model_type: str, pooling: str, tmp_path: Path) -> None:
-    """Vectors are those of `encode`, and so are those of what we write."""
+    """Vectors equal the vectors of `encode`, also after our checkpoint is read by sentence-transformers."""
     reference = hub.save_sentence_transformer(model_type, tmp_path / "theirs", pooling)
     source = read_source(tmp_path / "theirs")
     expected = reference.encode(TEXTS)
@@ -76,7 +76,7 @@ def test_bi_encoders(model_type: str, pooling: str, tmp_path: Path) -> None:
 @every_family
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_cross_encoders(model_type: str, activation: str, tmp_path: Path) -> None:
-    """Scores are those of `predict`, of long pairs too, and so are those of what we write."""
+    """Scores equal the scores of `predict`, for long pairs and for the checkpoint that we write."""
     folder = tmp_path / "theirs"
     reference = hub.save_cross_encoder(model_type, folder, ACTIVATIONS[activation])
     source = read_source(folder)
@@ -116,7 +116,7 @@ IDENTITY, SIGMOID = head_config.IDENTITY, head_config.SIGMOID
     ids=["nothing", "identity", "sigmoid", "old identity", "old sigmoid", "both"],
 )
 def test_older_cross_encoders(said: dict[str, Any], tmp_path: Path) -> None:
-    """Those of before modules say it in config.json, or nothing, which is a sigmoid."""
+    """Checkpoints without modules.json state the activation in config.json; the default is a sigmoid."""
     hub.save("bert", tmp_path, transformers.AutoModelForSequenceClassification, num_labels=1)
     edit(tmp_path / "config.json", **said)
     expected = CrossEncoder(str(tmp_path), device="cpu").predict(PAIRS)
@@ -125,7 +125,7 @@ def test_older_cross_encoders(said: dict[str, Any], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("activation", ["Identity", "Sigmoid"])
 def test_cross_encoders_of_several_labels(activation: str, tmp_path: Path) -> None:
-    """Scores are a softmax, where `predict` gives logits unless it is asked, or those of a sigmoid."""
+    """Scores are a softmax, where `predict` returns logits by default, or a sigmoid."""
     kind = transformers.AutoModelForSequenceClassification
     plain = hub.save("roberta", tmp_path / "plain", kind, num_labels=3)
     reference = CrossEncoder(str(plain), activation_fn=getattr(torch.nn, activation)())
@@ -137,7 +137,7 @@ def test_cross_encoders_of_several_labels(activation: str, tmp_path: Path) -> No
 
 
 def test_other_activations_are_refused(tmp_path: Path) -> None:
-    """By their names, wherever they are said."""
+    """The error has the activation's name, from every file that may state it."""
     hub.save_cross_encoder("bert", tmp_path / "a", torch.nn.Tanh())
     with pytest.raises(CheckpointError, match=r"cannot serve the activation torch.*\.Tanh"):
         read_source(tmp_path / "a")

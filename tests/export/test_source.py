@@ -454,7 +454,7 @@ def test_case_is_the_configuration_s(
         assert reference(text)["input_ids"] == read_tokenizer(tmp_path).encode(text).ids
 
 
-def test_vocabulary_file_beside_weights(encoder: Path) -> None:
+def test_vocabulary_file_next_to_weights(encoder: Path) -> None:
     """Such a checkpoint is exported like any other."""
     names = tokenizers.Tokenizer.from_file(str(encoder / "tokenizer.json")).get_vocab()
     (encoder / "vocab.txt").write_text("\n".join(sorted(names, key=names.__getitem__)) + "\n")

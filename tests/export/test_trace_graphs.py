@@ -151,7 +151,7 @@ class TestContract:
             assert trace_graphs.OPSET in [e.version for e in proto.opset_import if e.domain == ""]
 
     def test_no_traces_of_tracing(self, traced: Traced) -> None:
-        """A graph says nothing of the machine and the code that it was traced with."""
+        """A graph contains no paths and no code of the machine that traced it."""
         for proto in (traced.packed, traced.portable):
             text = str(proto.graph.node)
             assert "metadata_props" not in text
@@ -256,7 +256,7 @@ def test_minilm(layout: str, minilm_folder: Path, minilm_bundle: Path) -> None:
 
 @pytest.fixture(scope="module")
 def saved(traced: Traced, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Both graphs beside their weight file."""
+    """Both graphs next to their weight file."""
     folder = tmp_path_factory.mktemp("saved")
     graphs = {
         folder / name: copied(proto)
@@ -267,7 +267,7 @@ def saved(traced: Traced, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def external(saved: Path) -> dict[str, set[tuple[int, int]]]:
-    """Where each graph's large tensors stand in the weight file."""
+    """The offset and length of each graph's large tensors in the weight file."""
     places: dict[str, set[tuple[int, int]]] = {}
     for name in ("a.onnx", "b.onnx"):
         proto = onnx.load(saved / name, load_external_data=False)
@@ -310,7 +310,7 @@ class TestSharedWeights:
     def test_saved_graph_answers_the_same(
         self, saved: Path, tiny: EncoderWithHeads, traced: Traced
     ) -> None:
-        """Where the weights stand does not change what the graph computes."""
+        """The place of the weights does not change the graph's results."""
         from service.core.session import ort
 
         session = ort.InferenceSession(saved / "b.onnx", providers=["CPUExecutionProvider"])

@@ -68,7 +68,7 @@ def test_parity_names_graph_head_and_figure(moved: float, said: str) -> None:
 
 
 def test_parity_of_large_numbers() -> None:
-    """Sums of thousands are rounded to more than sums of ones are; so much of the largest may differ."""
+    """Large sums have larger rounding errors; the tolerance is relative to the largest value."""
 
     def prices(moved: float) -> Callable[[Sequence[Encoding]], Outputs]:
         return lambda encodings: outputs(*([4000.0 + moved] for _ in encodings))
@@ -79,13 +79,13 @@ def test_parity_of_large_numbers() -> None:
         check_parity(expected, prices(2.0), ENCODINGS, "fp32")
 
 
-def test_company_may_not_matter() -> None:
+def test_results_do_not_depend_on_the_batch() -> None:
     """Answers that are the same in a batch as alone pass, wherever they are wrong."""
     assert 0 == check_batch_invariance(answering(lambda _: 7.0), ENCODINGS, "int8")
 
 
 @pytest.mark.parametrize("moved", [1e-3, np.nan])
-def test_company_that_matters_is_refused(moved: float) -> None:
+def test_a_batch_dependent_graph_is_refused(moved: float) -> None:
     """Answers that depend on the size of their batch do not."""
     with pytest.raises(
         ParityError, match=r"int8 packed: answers differ by .* alone and in a batch"
@@ -150,7 +150,7 @@ def test_half_names_graph_head_and_figure(found: list[float], said: str) -> None
 
 
 def test_int8_leaves_a_margin() -> None:
-    """What the goldens will demand is the cosine over all inputs, less room for other processors."""
+    """The goldens' tolerance is the cosine over all inputs, less a margin for other processors."""
     demanded = check_int8(outputs([3, 4], [0, 0]), outputs([3, 4], [0, 0]), "int8 packed")
     assert {"head": pytest.approx(1 - COSINE_MARGIN)} == demanded
 

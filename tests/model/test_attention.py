@@ -70,7 +70,7 @@ def test_padded_is_packed(lengths: list[int]) -> None:
 
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-@pytest.mark.parametrize("each", [False, True], ids=["all the same", "each its own"])
+@pytest.mark.parametrize("each", [False, True], ids=["one scale", "each its own"])
 def test_bias_and_scale(lengths: list[int], each: bool) -> None:
     """A bias for all sequences and heads, or for each, is added to scores that were scaled as told."""
     qkv, layout = draw(lengths)
@@ -87,7 +87,7 @@ def test_bias_and_scale(lengths: list[int], each: bool) -> None:
 
 
 def test_padded_mask_hides() -> None:
-    """What stands in a padding slot of the trivial layout changes nothing."""
+    """The contents of padding positions of the trivial layout change no result."""
     qkv, _ = draw([6, 6])
     mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0]])
     changed = qkv.clone()
@@ -172,7 +172,7 @@ def test_dropout_written_out() -> None:
 
 
 def test_gradients() -> None:
-    """The gradients of packed attention are those of its definition."""
+    """The gradients of packed attention equal the gradients of its definition."""
     lengths = [4, 1, 7]
     qkv, layout = draw(lengths)
     weights = torch.randn(12, HIDDEN, generator=torch.Generator().manual_seed(1))

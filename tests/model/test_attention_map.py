@@ -35,7 +35,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
 
 
 def test_as_transformers(saved: Path) -> None:
-    """The weights of every layer and head are those of transformers, and rows sum to one."""
+    """The weights of every layer and head equal transformers' weights, and rows sum to one."""
     encoder = reader.load_encoder(saved)
     [encoded] = read_encoder(saved).texts([TEXT])
 
@@ -52,7 +52,7 @@ def test_as_transformers(saved: Path) -> None:
 
 
 def test_picture() -> None:
-    """There is a cell for each layer and head, with every token beside the outer ones."""
+    """There is a cell for each layer and head, and the outer cells name every token."""
     maps = torch.rand(3, 2, 4, 4).softmax(-1)
     tokens = ["[CLS]", "$", "##x_1$", "[SEP]"]
 
@@ -79,7 +79,7 @@ def test_command(
     saved: Path,
     tmp_path: Path,
 ) -> None:
-    """The command writes the picture where it is told, and says so."""
+    """The command writes the picture to the given path and prints the path."""
     run(monkeypatch, TEXT, "-o", str(tmp_path / "map.png"), "--checkpoint", str(saved))
 
     height, width, _ = matplotlib.image.imread(tmp_path / "map.png").shape
@@ -116,7 +116,11 @@ def test_some_layers_and_heads_of_a_pair(
         ("the", ["-o", "map.png", "--layer", "3"], "--layer: 3 is not from 1 to 2"),
         ("the", ["-o", "map.png", "--head", "0"], "--head: 0 is not from 1 to 4"),
         ("the " * 47, ["-o", "map.png"], "49 tokens are too many to draw: at most 48"),
-        ("the", ["-o", "map.png", "--checkpoint", "package:nobody"], "no installed package"),
+        (
+            "the",
+            ["-o", "map.png", "--checkpoint", "package:no_such_package"],
+            "no installed package",
+        ),
         ("the", [], "-o/--output"),
     ],
 )

@@ -69,7 +69,7 @@ def assert_parity(encoder: Bert, peer: transformers.BertModel, packed: Packed) -
 
 @pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)
 def test_parity_on_random_weights(fields: dict[str, Any]) -> None:
-    """With perturbed random weights, all hidden states are those of transformers, for every batch."""
+    """With perturbed random weights, all hidden states equal transformers' hidden states, for every batch."""
     config = shape(**fields)
     peer = transformers.BertModel(transformers.BertConfig(**config.to_dict()))
     perturb(peer)
@@ -95,7 +95,7 @@ def windows(minilm: Path, texts: Sequence[str]) -> Packed:
 def test_parity_on_real_weights(
     minilm: Path, real_pair: tuple[Bert, transformers.BertModel]
 ) -> None:
-    """On the real MiniLM, with real texts and pairs, all hidden states are those of transformers."""
+    """With the real MiniLM, real texts and pairs, all hidden states equal transformers' hidden states."""
     assert_parity(*real_pair, windows(minilm, TEXTS))
 
 
@@ -157,7 +157,7 @@ def test_initial_weights() -> None:
 
 
 def test_dropout_is_for_training_only() -> None:
-    """In training every pass drops others; asked in eval mode, the encoder always says the same."""
+    """In training mode every pass has another dropout; in eval mode all passes give the same result."""
     encoder = Bert(shape(hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.3))
     arguments = ours(batch([8, 3]))
 

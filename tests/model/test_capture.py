@@ -34,7 +34,7 @@ def test_hidden_states_alone_by_default() -> None:
 
 
 def test_other_encoders_are_not_captured() -> None:
-    """A pass of another encoder inside the block adds nothing: a student next to its teacher is not captured."""
+    """A pass of another encoder, such as a student's, adds nothing to the capture."""
     encoder, other = (Bert(shape(vocab_size=200)).eval() for _ in range(2))
 
     with (

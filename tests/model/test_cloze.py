@@ -83,7 +83,7 @@ def test_a_question_needs_words() -> None:
 
 
 def test_a_question_does_not_say_the_answer() -> None:
-    """Where the sentence says it twice, only without the other."""
+    """If the sentence has the answer twice, both are removed from the question."""
     sentence = "Lorne was known as Lorne the old for a hundred years."
     rng = random.Random(1)
     found = [cloze.make_question(sentence, 0, "Lorne", rng) for _ in range(100)]
@@ -186,7 +186,7 @@ def test_the_kind_of_a_name_goes_by_the_words_next_to_it(
 def test_a_question_asks_for_the_kind_of_its_answer(
     before: str, answer: str, after: str, words: set[str]
 ) -> None:
-    """Who, where, how many and the like, where the sentence shows it."""
+    """Question words for persons, places, numbers and so on, where the sentence shows the kind."""
     rng = random.Random(1)
     found = {cloze.question_word(answer, rng, before, after) for _ in range(50)}
     assert found == words

@@ -93,7 +93,7 @@ def test_refuses_what_it_would_compute_differently(fields: dict[str, Any], messa
 
 
 def test_nomic_berts_first_words() -> None:
-    """Its configuration is read in transformers' words, and in those of the code that it came with."""
+    """The reader accepts its configuration in transformers' names, and in the names of its original code."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
     first = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_inner": 64, "layer_norm_epsilon": 1e-6}
     first |= {"n_positions": 8192, "resid_pdrop": 0.1, "attn_pdrop": 0.2, "rotary_emb_base": 500}
@@ -129,7 +129,7 @@ def test_nomic_berts_first_words() -> None:
     ],
 )
 def test_nomic_berts_rotations(said: dict[str, Any], theta: float, longest: int) -> None:
-    """What is said in newer words counts; where rotations would be stretched it reads no farther."""
+    """Values under newer names count; with scaled rotations the reader limits the length instead."""
     found = NomicBertConfig.from_dict(said)
     assert (found.rope_theta, found.max_length) == (theta, longest)
 

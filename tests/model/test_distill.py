@@ -70,7 +70,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
 
 @pytest.fixture(scope="module")
 def joint(tokenizer_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A teacher of three layers with a head of each task, which says something else of every text."""
+    """A teacher of three layers with a head of each task, whose results differ for every text."""
     described = {
         "names": Head(
             task="classification",
@@ -91,7 +91,7 @@ def joint(tokenizer_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def taught(
     data: Mapping[str, str], tokenizer_file: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """A teacher that knows the names, fine-tuned from nothing."""
+    """A teacher fine-tuned on entities from random weights."""
     folder = tmp_path_factory.mktemp("taught")
     torch.manual_seed(0)
     fresh = shape(
@@ -213,7 +213,7 @@ def family_checkpoint(family: str, folder: Path, documents: list[list[str]], lay
 def test_every_family_gives_layers(
     family: str, documents: list[list[str]], corpus_file: Path, start: Start, tmp_path: Path
 ) -> None:
-    """A student of all of them is the teacher; of every second one, it has what the teacher has in these."""
+    """A student with all layers equals the teacher; one with every second layer has those weights."""
     source = family_checkpoint(family, tmp_path / "teacher", documents, 3)
     losses = {"hidden": 1.0, "relations": 1.0}
     text = {"corpus": [str(corpus_file)], "lr": 0.0}
@@ -242,7 +242,7 @@ def test_every_family_gives_layers(
 def test_a_first_layer_that_is_another_stays_first(
     family: str, documents: list[list[str]], corpus_file: Path, start: Start, tmp_path: Path
 ) -> None:
-    """ModernBERT's has no norm before it, and DeBERTa's may have a convolution beside it."""
+    """ModernBERT's first layer has no norm before it, and DeBERTa's may have a convolution next to it."""
     source = family_checkpoint(family, tmp_path / "teacher", documents, 3)
     if family == "deberta-v2":
         changed = reader.read_config(source)
@@ -280,7 +280,7 @@ def test_which_layers(given: dict[str, Any], depth: int, expected: list[int]) ->
 
 
 def test_which_hidden_states() -> None:
-    """The last goes with the last, and the others are spread evenly; or those that are said."""
+    """The last layers correspond, and the others are spread evenly, or as configured."""
     s = DistillSettings(output="x", teacher="t", losses={"hidden": 1.0}, corpus=["c"])
     assert distill.hidden_pairs(s, 3, 6) == [(1, 2), (2, 4), (3, 6)]
     assert distill.hidden_pairs(s, 4, 4) == [(1, 1), (2, 2), (3, 3), (4, 4)]
@@ -295,7 +295,7 @@ def test_heads_come_with_the_layers(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """As the teacher has them, label by label, but for those that answer with other labels; it is said which."""
+    """A student gets the teacher's heads, label by label, except for heads with other labels, which are logged."""
     heads = tables(data, "names", "answers")
     heads["turned"] = {**heads["names"], "labels": ["Sofya", "Grace", "Emmy", "Ada"]}
     heads["mood"] = {**heads["names"], "labels": ["Sofya", "Grace", "Emmy", "Ada", "Mileva"]}
@@ -385,7 +385,7 @@ def test_a_student_comes_to_agree_with_its_teacher(
 def test_text_alone_teaches(
     joint: Path, corpus_file: Path, data: Mapping[str, str], start: Start, tmp_path: Path
 ) -> None:
-    """Vectors from sentences, which are then judged on rows that nothing was learnt from."""
+    """The student learns vectors from sentences, and is evaluated on other rows."""
     table = {"vectors": {"task": "embedding", "train": [], "dev": data["vectors"]}}
     text = {"corpus": [str(corpus_file)], "heads": table, "corpus_batch_size": 16}
     found = start(joint, {"embedding": 1.0}, steps=30, lr=1e-3, num_layers=2, **text)
@@ -470,7 +470,7 @@ def test_answers_and_vectors_go_from_one_tokenizer_to_another(
     start: Start,
     tmp_path: Path,
 ) -> None:
-    """Each text is read twice: the teacher says of it what it says of it alone."""
+    """Each text is encoded by both tokenizers, and the teacher's result is the same as alone."""
     heads = tables(data, "names", "vectors")
     fresh = {
         "preset": "tiny",
@@ -553,7 +553,7 @@ def test_tokens_do_not_go_from_one_tokenizer_to_another(
     data: Mapping[str, str],
     start: Start,
 ) -> None:
-    """They are others, and it is said in what the two differ."""
+    """Tokens of different tokenizers do not correspond, and the error has the difference."""
     fresh = {"preset": "tiny", "tokenizer": str(other)}
     with pytest.raises(
         ValueError, match=rf"{message}.* differ in their vocabularies \(of \d+ and \d+"
@@ -584,10 +584,10 @@ def test_blocks_are_read_by_one_tokenizer(
         start(joint, {"embedding": 1.0}, preset="tiny", tokenizer=str(other), **text)
 
 
-def test_text_asks_who_answers_for_a_head(
+def test_a_head_has_its_own_teacher_on_text(
     joint: Path, other: Path, corpus_file: Path, tokenizer_file: Path, tmp_path: Path, start: Start
 ) -> None:
-    """A head's own teacher, who may be wider than the run's, teaches it from plain text, too."""
+    """A head's own teacher, which may be wider than the run's teacher, distills it on plain text, too."""
     wide = shape(vocab_size=200, hidden_size=48)
     writer.save_encoder(tmp_path / "wide", Bert(wide), tokenizer_file)
     heads = {"vectors": {"task": "embedding", "train": [], "teacher": str(tmp_path / "wide")}}
@@ -787,7 +787,7 @@ def test_a_resumed_run_is_an_uninterrupted_run(
 def test_both_are_judged_on_the_same_rows(
     taught: Path, data: Mapping[str, str], start: Start, tmp_path: Path
 ) -> None:
-    """With their sizes; and the checkpoint knows its teacher."""
+    """The results have both sizes, and the checkpoint names its teacher."""
     table = {**tables(data, "names")["names"], "dev": data["names dev"]}
     found = start(taught, {"logits": 1.0}, heads={"mood": table}, steps=2)
     assert json.loads((tmp_path / "run/metrics.json").read_text()) == found
@@ -811,7 +811,7 @@ def teachers_of(output: Path) -> list[str]:
 def test_teachers_are_not_forgotten(
     taught: Path, joint: Path, data: Mapping[str, str], start: Start, tmp_path: Path
 ) -> None:
-    """By what is fine-tuned from a student, nor by its own students, which name each teacher once."""
+    """Fine-tuning a student keeps its teachers' names, and so does distillation from it, once each."""
     heads, student = tables(data, "names"), str(tmp_path / "run/checkpoint")
     start(taught, {"logits": 1.0}, heads=heads)
 
@@ -960,7 +960,7 @@ def test_a_teacher_that_is_too_short(joint: Path, data: Mapping[str, str], start
 def test_albert_with_several_groups(
     documents: list[list[str]], corpus_file: Path, start: Start, tmp_path: Path
 ) -> None:
-    """Whose layers are nobody's own."""
+    """An ALBERT with several groups, whose layers share parameters."""
     source = family_checkpoint("albert", tmp_path / "teacher", documents, 4)
     grouped = replace(reader.read_config(source), num_hidden_groups=2)
     writer.save_encoder(
@@ -971,7 +971,7 @@ def test_albert_with_several_groups(
 
 
 def test_the_shipped_settings_are_read() -> None:
-    """They keep half of the layers of a teacher that the other shipped settings make."""
+    """They keep half of the layers of a teacher that other shipped settings train."""
     configs = Path(finetune.__file__).parent / "configs"
     half, whole = (
         read_config(configs / f"{name}.toml") for name in ("minilm-sst2-half", "minilm-sst2")

@@ -189,7 +189,7 @@ def test_a_word_has_the_tag_of_its_first_token(
 
 
 def test_of_a_letter_that_is_several_tokens_the_first_counts() -> None:
-    """They begin at one place, and what the others say of the word is not its tag."""
+    """These tokens begin at one offset, and the later ones do not change the word's tag."""
     of_bytes = tokenizer.train(["a"], vocab_size=261, family=FAMILIES["roberta"])
     row = labelled_rows.Sentence("here", ["日本", "Émile"], ["B-LOC", "O"])
     (encoded,) = Encoder(of_bytes, 48).texts([row.text])
@@ -463,7 +463,7 @@ def test_what_is_right_too_comes_before_nothing() -> None:
 
 
 def test_vectors_that_are_all_alike_find_nothing() -> None:
-    """What is as like as the positive comes before it."""
+    """A candidate as similar as the positive ranks before it."""
     found = [anchored(f"{i}", f"of {i}", negatives=["N"]) for i in range(9)]
     metrics = evaluate.retrieval(found, unit(*[33.0] * 27))
     assert metrics == {"mrr": pytest.approx(0.1), "accuracy": 0.0, "triplets": 0.0}

@@ -45,7 +45,7 @@ def jsonl(path: Path, lines: list[dict[str, Any]]) -> str:
 
 
 def squad(path: Path, unanswerable: bool) -> str:
-    """What was drawn, and where; with `unanswerable`, every other question asks for a price."""
+    """Texts with drawn objects and prices; with `unanswerable`, every other question has no answer."""
     paragraphs = []
     for number, text in enumerate(TEXTS[::4]):
         thing = THINGS[number % 4]
@@ -76,7 +76,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
     ]
     comets = [{"text": t, "labels": ["comet"] if "comet" in t else []} for t in TEXTS[::4]]
     stars = [{"text": t, "label": NAMES.index(t.split()[0]) / 2} for t in TEXTS[::4]]
-    # Alike by what was drawn alone, whoever drew it: 0 to 3.
+    # Graded by the drawn object alone, not by the subject: 0 to 3.
     pairs = [
         {"text": f"{a} drew {x}.", "text_pair": f"{b} drew {y}.", "score": 3 - abs(i - j)}
         for i, (x, a) in enumerate(zip(THINGS, NAMES, strict=True))
@@ -442,7 +442,7 @@ def test_a_tenth_is_held_out(
 
 
 def test_no_row_is_held_out(unsplit: str, start: Start, tmp_path: Path) -> None:
-    """With a share of 0 all rows are trained on, and nothing is measured."""
+    """With a share of 0 the run trains on all rows, and evaluates nothing."""
     table = {"names": {"task": "classification", "train": [unsplit]}}
     assert {} == start(table, steps=2, dev_share=0.0)["heads"]
     assert not (tmp_path / "run/held_out.json").exists()
@@ -583,7 +583,7 @@ def test_heads_that_know_nothing_weigh_the_same(
 def test_steep_heads_weigh_no_more(
     data: Mapping[str, str], start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With equal gradients, what a head sends into the encoder is as long as its weight says, however steep it is."""
+    """With equal gradients, the norm of a head's gradient is its weight, independent of its loss."""
     lengths = []
     add = optim.add_normalized_gradients
 
@@ -600,10 +600,10 @@ def test_steep_heads_weigh_no_more(
     assert lengths == pytest.approx(2 * [1.0, 1.0, 0.5, 1.0, 1.0], rel=1e-3)
 
 
-def test_few_rows_are_heard_less_at_first(
+def test_few_rows_are_sampled_less_at_first(
     data: Mapping[str, str], start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Annealed sampling: a quarter of the rows is heard a quarter as often at first, always at last, batch by batch."""
+    """Annealed sampling: a quarter of the rows has a quarter of the batches at first, and equal shares at the end."""
     few = {"task": "classification", "train": [data["few"]], "batch_size": 4}
     tables = {"names": heads(data)["names"], "few": few}
     asked: dict[str, list[int]] = {"names": [], "few": []}
@@ -737,7 +737,7 @@ def test_the_recipe_is_followed(
     assert norms == pytest.approx([0.01] * 4, rel=1e-3)
 
 
-def test_a_run_tells_what_was_asked_and_what_came_out(
+def test_a_run_records_its_settings_and_results(
     data: Mapping[str, str], start: Start, tmp_path: Path
 ) -> None:
     """FinetuneSettings, metrics and a picture of the loss."""
@@ -752,7 +752,7 @@ def test_a_run_tells_what_was_asked_and_what_came_out(
 def test_a_finished_run_says_the_same_again(
     data: Mapping[str, str], start: Start, tmp_path: Path
 ) -> None:
-    """Nothing is trained, and nothing that was measured is lost."""
+    """A finished run trains nothing, and keeps its results."""
     table = {"names": {**heads(data)["names"], "dev": data["names"]}}
     start(table, steps=2)
     first = (tmp_path / "run/metrics.json").read_text()
@@ -765,7 +765,7 @@ def test_a_finished_run_says_the_same_again(
 def test_a_run_goes_on_after_it_died_replacing_its_checkpoint(
     data: Mapping[str, str], start: Start, tmp_path: Path, replaced: bool
 ) -> None:
-    """Be it before the new one was in its place or after: there is one checkpoint, and nothing beside it."""
+    """A crash before or after the checkpoint is replaced leaves one checkpoint and no other file."""
     table = {"names": {**heads(data)["names"], "dev": data["names"]}}
     first = start(table, steps=2)
     folder, old = tmp_path / "run/checkpoint", tmp_path / "run/checkpoint.partial.old"
@@ -797,10 +797,10 @@ def test_training_starts_from_a_checkpoint(
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_heads_are_kept_where_that_was_asked(
+def test_heads_are_kept_with_keep_heads(
     data: Mapping[str, str], start: Start, tmp_path: Path, keep: bool
 ) -> None:
-    """Those that the checkpoint has, too; others are new, and all of them are where nothing was asked."""
+    """A kept head must exist in the checkpoint; without `keep_heads`, all heads are new."""
     tables = heads(data)
     start({"names": tables["names"]}, steps=1, output=str(tmp_path / "first"))
     first = str(tmp_path / "first/checkpoint")
@@ -817,7 +817,7 @@ def test_heads_are_kept_where_that_was_asked(
 def test_kept_heads_answer_by_their_labels(
     data: Mapping[str, str], start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In whatever order the checkpoint has them; and it is said which heads are new."""
+    """The labels may be in any order in the checkpoint; new heads are logged."""
     tables = heads(data)
     turned = {
         "names": {**tables["names"], "labels": ["Sofya", "Ada", "Grace", "Emmy"]},
@@ -878,7 +878,7 @@ def test_heads_may_learn_faster_than_the_encoder(source: Path) -> None:
 def test_heads_begin_by_matching(
     data: Mapping[str, str], start: Start, tokenizer_file: Path, tmp_path: Path
 ) -> None:
-    """As init_token_matching has it, in the layers that were asked for."""
+    """Token-matching initialization applies to the configured layers."""
     config = preset("tiny", NomicBertConfig, vocab_size=200)
     encoder = NomicBert(config, pooler=False)
     writer.save_encoder(tmp_path / "begun", encoder, tokenizer_file)
@@ -1053,7 +1053,7 @@ def test_the_command_reads_a_toml_file(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A table for each head, and other settings beside or after it."""
+    """A table for each head, and other settings before or after it."""
     config = tmp_path / "run.toml"
     config.write_text(
         f"tokenizer = '{tokenizer_file}'\npreset = 'tiny'\nsteps = 9\n"

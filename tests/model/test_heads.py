@@ -76,7 +76,7 @@ def test_outputs(joint: EncoderWithHeads) -> None:
 
 @torch.no_grad()
 def test_some_heads(joint: EncoderWithHeads) -> None:
-    """Only the heads asked for are computed, and they say what they say among all."""
+    """Only the requested heads are computed, with the same results as among all heads."""
     arguments = ours(batch([4, 6]))
 
     some = joint(*arguments, heads=["answers", "sentiment"])

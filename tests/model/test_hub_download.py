@@ -75,7 +75,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def locate(server: Hub, cache: Path, *sources: str, **more: str) -> list[str]:
-    """What `locate` returns in a process of its own, which downloads from the stand-in."""
+    """The result of `locate` in a separate process, which downloads from the stand-in."""
     environment = {**os.environ, **server.environment(cache), **more}
     command = [sys.executable, "-c", LOCATE, *sources]
     ran = subprocess.run(
@@ -85,7 +85,7 @@ def locate(server: Hub, cache: Path, *sources: str, **more: str) -> list[str]:
 
 
 def test_files(server: Hub, saved: Path, tmp_path: Path) -> None:
-    """What a reader opens is downloaded once, and nothing else: no pickle next to safetensors, no other framework."""
+    """Each file is downloaded once if the reader opens it: no pickle next to safetensors, no other framework."""
     commit = server.publish(NAME, saved)
     (first,) = locate(server, tmp_path, NAME)
     assert commit == commit_of(Path(first))

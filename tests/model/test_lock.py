@@ -107,7 +107,7 @@ def test_a_file_is_hashed_once_until_it_is_changed(
 def test_a_folder_is_compared(
     data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is missing is no fault; what is changed is, and the exit status says so."""
+    """A missing file is accepted; a changed one is reported with a non-zero exit status."""
     run(monkeypatch, data)
     assert [
         ("made-up", "made/up.jsonl", "present"),

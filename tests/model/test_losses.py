@@ -1,4 +1,4 @@
-"""The losses of embeddings and of graded pairs, and their gradients, are those of sentence-transformers."""
+"""Losses of embeddings and of graded pairs, and their gradients, equal sentence-transformers' values."""
 
 from collections.abc import Callable
 from typing import Any
@@ -90,7 +90,7 @@ def test_losses_of_embeddings(columns: int, ours: Ours, peer: Any) -> None:
 
 
 def test_triplets_are_of_vectors_as_served() -> None:
-    """Of length 1, where the head says so."""
+    """Vectors have length 1 if the head's setting normalizes them."""
     peer = losses.TripletLoss(None, triplet_margin=1.0)
     unit = torch.nn.functional.normalize(vectors(3), dim=1)
     expected = peer.compute_loss_from_embeddings([*unit.split(SIZE)], torch.zeros(SIZE))

@@ -117,7 +117,7 @@ STEPS = {"electra": 300}
 
 @dataclass(frozen=True)
 class Learnt:
-    """A family's model after a short run, samples that it was not trained on, and the loss of who goes by frequency."""
+    """A model of a family after a short run, held-out samples, and the loss of a prediction by frequency."""
 
     model: nn.Module
     held: list[Samples]
@@ -185,7 +185,7 @@ def test_pairs(name: str, learn: Callable[[str], Learnt]) -> None:
 
 
 def test_replaced_tokens(learn: Callable[[str], Learnt]) -> None:
-    """A replaced word is more suspect than a real one, and the loss is below that of who knows only how many are."""
+    """A replaced word has a higher score than an original one, and the loss is below a constant prediction's loss."""
     learnt = learn("electra")
     suspicion, replaced, of_words = [], [], []
     torch.manual_seed(0)

@@ -94,7 +94,7 @@ def test_losses(drawn: PretrainingBatch, small_tokenizer: Tokenizer) -> None:
 
 
 def test_loss_at_masked_positions_only(drawn: PretrainingBatch, small_tokenizer: Tokenizer) -> None:
-    """The loss says nothing about a token's state, or its id as a target, unless it is masked."""
+    """The state and the target of a token change the loss only if the token is masked."""
     model = model_for(small_tokenizer, next_sentence=False)
     states = []
     hook = model.encoder.register_forward_hook(lambda m, i, output: states.append(output))
@@ -134,7 +134,7 @@ def test_accuracies(held: pretraining_batches.Samples, small_tokenizer: Tokenize
 
 
 def test_evaluate_in_pieces(held: pretraining_batches.Samples, small_tokenizer: Tokenizer) -> None:
-    """With room for fewer tokens at once the losses are the same, and no batch is larger."""
+    """With a lower limit of tokens the losses are the same, and no batch exceeds the limit."""
     model, read = model_for(small_tokenizer), []
     model.encoder.register_forward_pre_hook(lambda _, inputs: read.append(len(inputs[0])))
 
@@ -338,7 +338,7 @@ def test_what_a_run_leaves(
     arguments: dict[str, Any],
     drawn: PretrainingBatch,
 ) -> None:
-    """A run leaves its metrics, and a checkpoint that transformers reads and that can go on, with who taught it."""
+    """A run writes metrics and a resumable checkpoint that transformers reads, with the teachers' names."""
     run(monkeypatch, tmp_path / "first", {**arguments, "steps": 2})
     folder = tmp_path / "first" / "checkpoint"
 
@@ -407,7 +407,7 @@ def test_it_learns(
 def test_weights_of_losses(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any]
 ) -> None:
-    """The whole is the sum of what is taught, each as much as asked, or as the family has it."""
+    """The total is the weighted sum of the losses, with weights of the settings or the family."""
     told: list[dict[str, float]] = []
     step = TrainingRun.step
 
@@ -435,7 +435,7 @@ def test_share_of_hidden_tokens(
     family: str,
     rate: float,
 ) -> None:
-    """Is the family's, where none is asked for."""
+    """The default share is the family's."""
     made, drawn = [], Sampler.samples
     monkeypatch.setattr(
         Sampler,
@@ -448,14 +448,14 @@ def test_share_of_hidden_tokens(
 
 @pytest.mark.parametrize("had", [True, False])
 @pytest.mark.parametrize("wanted", [True, False])
-def test_next_sentences_and_dropout_are_as_asked(
+def test_next_sentences_and_dropout_are_as_set(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     arguments: dict[str, Any],
     had: bool,
     wanted: bool,
 ) -> None:
-    """Whatever the checkpoint had that a run goes on from; what both have goes on."""
+    """The settings replace the checkpoint's; weights of both continue."""
     first = {**arguments, "steps": 1, "next_sentence": had}
     run(monkeypatch, tmp_path / "first", first)
     settings = {"init_from": str(tmp_path / "first/checkpoint"), "lr": 1e-9, "dropout": 0.0}
@@ -475,7 +475,7 @@ def test_next_sentences_and_dropout_are_as_asked(
 def test_heads_that_match(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any]
 ) -> None:
-    """They do in as many layers as asked, and go on from there."""
+    """Token-matching heads are made in the configured number of layers, and training continues from them."""
     settings = {"family": "nomic_bert", "steps": 1, "lr": 1e-9}
     for layers in (0, 1):
         run(
@@ -596,7 +596,7 @@ def test_phases_of_a_run(
 def test_whole_words(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any]
 ) -> None:
-    """Where asked for, the tokens that go on with a word are known to who hides them."""
+    """With whole-word masking, the masking code receives the continuation tokens."""
     known: list[Any] = []
     make = pretraining_batches.Sampler
     monkeypatch.setattr(pretrain, "Sampler", lambda *given: known.append(given[-1]) or make(*given))
@@ -654,7 +654,7 @@ def test_compiling(
         ({"corpus": ["nowhere.txt"]}, "nowhere.txt"),
     ],
 )
-def test_mistakes_are_told(
+def test_mistakes_are_reported(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     arguments: dict[str, Any],

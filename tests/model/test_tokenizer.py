@@ -63,7 +63,7 @@ def test_word_pieces() -> None:
 
 
 def test_vocabulary_size_is_a_limit() -> None:
-    """No more tokens are learnt than asked for."""
+    """The vocabulary is not larger than the limit."""
     assert train(TEXTS, vocab_size=50).get_vocab_size() == 50
 
 
@@ -141,7 +141,7 @@ def test_command(
     flags: list[str],
     cased: bool,
 ) -> None:
-    """The command reads files, writes `tokenizer.json` where it is told, and says how large it is."""
+    """The command reads files, writes `tokenizer.json` to the given path, and prints the vocabulary size."""
     out = tmp_path / "new" / "tokenizer.json"
     arguments = [str(out), str(corpus_file), "--vocab-size", "150", *flags]
     monkeypatch.setattr(sys, "argv", ["tokenizer", *arguments])

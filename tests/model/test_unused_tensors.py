@@ -63,7 +63,7 @@ PRETRAINED = [
 
 @pytest.mark.parametrize(("model_type", "kind"), PRETRAINED)
 def test_heads_of_pretraining(model_type: str, kind: Any, tmp_path: Path) -> None:
-    """What an encoder is pretrained with is left out where vectors are asked for, as in transformers."""
+    """The heads of pretraining are left out of embedding models, as in transformers."""
     save(tmp_path, kind, model_type)
     add(tmp_path, embeddings__position_ids=torch.arange(64)[None])
     peer = transformers.AutoModel.from_pretrained(tmp_path).eval()

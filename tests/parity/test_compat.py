@@ -1,4 +1,4 @@
-"""Answers equal those of transformers' pipelines, except for the differences in docs/reference/compat.md."""
+"""Results equal transformers' pipeline results, but for docs/reference/compat.md: a small share of `make compat`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,7 +35,7 @@ def made_up() -> Inputs:
 
 def real() -> Inputs:
     if not texts.DATA.is_dir():
-        pytest.skip(f"{texts.DATA} (real texts) is not beside this checkout")
+        pytest.skip(f"{texts.DATA} (real texts) is not next to this checkout")
     return Inputs(texts.singles(10), texts.pairs(6), texts.questions(8))
 
 
@@ -92,7 +92,7 @@ def ask(server: Server, family: str) -> Ask:
 
 
 def differences(tallies: Iterator[Tally]) -> dict[str, set[str]]:
-    """What the answers differ by, for each way to ask. Fails for those that nothing listed explains."""
+    """The names of the differences, for each option. Fails for a difference without a listed reason."""
     found = [*tallies]
     for tally in found:
         assert [] == tally.unexplained, tally.what
@@ -122,7 +122,7 @@ def test_rerank(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
 
 
 def test_vectors(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
-    """Vectors of texts and of tokens, and weights of tokens, are those of sentence-transformers."""
+    """Vectors of texts and of tokens, and weights of tokens, equal sentence-transformers' values."""
     found = differences(compare.vectors(ask, folder / family, inputs.texts, MAX_LENGTH))
 
     assert {"/embed", "/embed-tokens", "/embed-tokens, query", "/embed-sparse"} == found.keys()
@@ -158,7 +158,7 @@ def test_qa(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
 
 
 def test_pipelines_have_their_own_ways(folder: Path) -> None:
-    """What docs/reference/compat.md says that they do where nothing, or too much, is asked of them."""
+    """The pipelines behave as docs/reference/compat.md describes for empty and for too many requests."""
     long = samples.text(700)
     tagger = pipelines.load("token-classification", folder / "bert" / "entities", MAX_LENGTH)
     classifier = pipelines.load("text-classification", folder / "bert" / "topic", MAX_LENGTH)

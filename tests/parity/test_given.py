@@ -202,7 +202,7 @@ def assert_near(expected: Any, found: Any) -> None:
 def test_answers_are_those_of_transformers(
     server: Server, folders: dict[str, Path], case: Case
 ) -> None:
-    """Of every text in one request, to 1e-4; they are not all the same."""
+    """Each text of one request has the expected values, to 1e-4; the values differ between texts."""
     expected = EXPECTED[case.task](folders[case.name])
     found = results(server.answer(*call_for(case, [*range(len(TEXTS))])))
     assert_near(expected, found)
@@ -214,9 +214,7 @@ def test_many_at_once_get_what_each_gets_alone(server: Server, case: Case) -> No
     """In batches, or in spite of them where a batch would change the answers."""
     every = [*range(len(TEXTS))]
     alone = [server.answer(*call_for(case, [index])) for index in every]
-    many = call_for(
-        case, every * 8
-    )  # of which those of a length wait for each other: a batch is sure
+    many = call_for(case, every * 8)  # texts of one length wait for each other, so a batch forms
     with ThreadPoolExecutor(32) as clients:
         singles = clients.map(lambda index: server.post(*call_for(case, [index])), every * 8)
         together = server.post(*many)

@@ -272,7 +272,7 @@ async def test_similarity_parity(engine: Engine, folder: Path) -> None:
 
 
 @each_case
-async def test_company(case: Case, engine: Engine) -> None:
+async def test_batch_invariance(case: Case, engine: Engine) -> None:
     """A result is the same alone and in batches with inputs of every other task."""
     alone = [(await results(engine, case, [text]))[0] for text in TEXTS]
 

@@ -17,6 +17,7 @@ from service.engines.result_collector import OnResult
 from service.errors import QuartetError, UnknownModel
 from service.scheduling.entries import Heads
 from service.scheduling.load import Load
+from service.scheduling.text_threads import TextThreads
 from service.settings import Settings
 from service.tasks.analysis import Analysis
 from service.tasks.classification import Classification
@@ -57,8 +58,8 @@ class FakeEngine:
         self.heads: Heads = ()
         self.ticket: Ticket | None = None
         self.error: Exception | None = None
-        self.hold: asyncio.Event | None = None  # before the answer, and after what is told
-        self.tell_first: int | None = None  # results that are told of; unset, all
+        self.hold: asyncio.Event | None = None  # before the answer, after the reported results
+        self.tell_first: int | None = None  # number of reported results; None: all
         self.bad: dict[int, QuartetError] = {}  # inputs that have no result
         self.users = 0
         self.reached = asyncio.Event()
@@ -99,7 +100,7 @@ class FakeEngine:
         timing = Timing(0.001, 0.002, 0.003, 0.004, 8, 312)
         return Reply((head,), results, usage, timing, self.bad)
 
-    async def run(self, work: Callable[[], Any], tokens: int) -> Any:
+    async def run(self, work: Callable[[], Any], tokens: int, ticket: Ticket) -> Any:
         return work()
 
     def describe(self) -> dict[str, object]:
@@ -147,6 +148,7 @@ class FakeEngines:
         self.told: Load | None = None
         self.expected = ["tiny@1", "other@1"]
         self.commands: list[Command] = []
+        self.text_threads = TextThreads()
 
     def get(self, model: str | None) -> FakeEngine:
         if model not in (None, "tiny", self.engine.id):

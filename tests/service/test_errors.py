@@ -14,7 +14,7 @@ PUBLIC = [kind for kind in kinds() if kind is not errors.RetryableError]
 
 
 def drawn() -> dict[str, str]:
-    """What stands above each class in the module's docstring, less indented."""
+    """The classes in the drawing of the module's docstring, each with its parent."""
     above: dict[str, str] = {}
     line: list[tuple[int, str]] = []
     for spaces, name in re.findall(r"^( {4,})(\w+)", errors.__doc__, re.M):
@@ -56,7 +56,7 @@ def test_a_503_says_when_to_come_back(kind: type[errors.NotReady]) -> None:
     assert kind("later").headers == {"Retry-After": "1"}
 
 
-def test_an_error_keeps_what_it_is_told() -> None:
+def test_an_error_keeps_its_arguments() -> None:
     """The message and the field at fault survive, also as `str`."""
     error = errors.InvalidInput("top_k: must be at least 1", param="top_k")
     assert (str(error), error.message, error.param) == (error.message, error.message, "top_k")

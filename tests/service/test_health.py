@@ -1,4 +1,4 @@
-"""Time that nobody could have noticed is not counted."""
+"""Time in which a process could not run is not counted."""
 
 import asyncio
 import time

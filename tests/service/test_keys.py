@@ -57,7 +57,7 @@ def test_keys_are_read(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str, reason: str) -> None:
-    """Nobody is let in, or kept out, by a slip of the pen."""
+    """A typing error in the file neither grants nor denies access."""
     with pytest.raises(ValueError, match=re.escape(reason)):
         read_keys(write(tmp_path, text))
 
@@ -73,7 +73,7 @@ def test_keys_of_several_places_are_joined() -> None:
     [({"a": Key(sha256="b" * 64)}, "two keys named a"), ({"b": Key(sha256="a" * 64)}, "a and b")],
 )
 def test_a_key_has_one_name_and_a_name_one_key(more: dict[str, Key], reason: str) -> None:
-    """Two records of one name, or of one key, would make it chance who is who."""
+    """Two records with one name or one key would be ambiguous."""
     with pytest.raises(ValueError, match=reason):
         join_keys({"a": Key(sha256="a" * 64)}, more)
 
@@ -81,7 +81,7 @@ def test_a_key_has_one_name_and_a_name_one_key(more: dict[str, Key], reason: str
 def test_a_key_is_made_and_its_record_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The record goes where it can be appended to a file, the key is shown to whoever looks."""
+    """The record can be appended to a file, and the key is printed for the administrator."""
     main(["search"])
     said = capsys.readouterr()
     key = re.search(r"^    (\S+)$", said.err, re.M)[1]
@@ -105,7 +105,7 @@ def test_a_name_that_toml_would_quote_is_refused(capsys: pytest.CaptureFixture[s
 
 
 def test_a_record_cannot_be_changed() -> None:
-    """What was read stands."""
+    """Fields of a record are read-only."""
     key = Key(**tomllib.loads(RECORD)["keys"]["search"])
     with pytest.raises(ValidationError, match="frozen"):
         key.may = ("admin",)

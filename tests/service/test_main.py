@@ -100,7 +100,7 @@ def test_bad_settings_end_with_one_line(
 
 @pytest.mark.parametrize("name", sorted(NOT_FLAGS))
 def test_keys_are_no_flags(name: str) -> None:
-    """Whoever can list processes can read their command lines."""
+    """Every user of a machine can read command lines."""
     with pytest.raises(SystemExit) as caught:
         main(["x", f"--{name.replace('_', '-')}", "0123456789abcdef"])
     assert caught.value.code == 2
@@ -217,14 +217,14 @@ def keep_asking(address: Address) -> Counter[str]:
 
 
 @pytest.mark.parametrize("on_unix", [False, True])
-async def test_a_drain_loses_nobody(
+async def test_a_drain_loses_no_client(
     on_unix: bool,
     app: FastAPI,
     lines: list[EventDict],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """From the signal on, whoever could connect is answered, and then nobody can."""
+    """From the signal on, every client that could connect is answered, and then none can connect."""
     monkeypatch.setattr("service.server.server.GRACE_S", 1.5)  # a loaded machine's clients are slow
     listener = bind_unix(tmp_path / "s", 0o600) if on_unix else bind("127.0.0.1", 0)
     server, address = Watched(app), listener.getsockname()

@@ -158,7 +158,7 @@ def test_refusals(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A wrong file names its line and columns, a wrong option its name; nothing is written, an old output stays."""
+    """A wrong file is reported with line and columns, a wrong option by name; an old output file stays."""
     if content is not None:
         (tmp_path / name).write_text(content)
     (tmp_path / "out.jsonl").write_text("old")

@@ -30,13 +30,13 @@ def test_bundles_are_separated_like_a_path(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_arguments_win_over_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the command line says goes before the environment."""
+    """The command line overrides the environment."""
     monkeypatch.setenv("QUARTET_PORT", "1")
     assert Settings(port=2).port == 2
 
 
 def test_settings_are_frozen() -> None:
-    """Nobody changes a setting after it was read."""
+    """A setting cannot be changed after it was read."""
     with pytest.raises(ValidationError, match="frozen"):
         Settings().port = 1
 
@@ -55,13 +55,13 @@ def test_bad_values_are_refused(name: str, value: object) -> None:
 def test_grpc_cannot_share_a_port(other: str) -> None:
     """gRPC has a port of its own; 0 is any."""
     Settings(**{other: 0}, grpc_port=0)
-    with pytest.raises(ValidationError, match="must not be another port"):
+    with pytest.raises(ValidationError, match="must differ from port"):
         Settings(**{other: 9000}, grpc_port=9000)
 
 
 def test_metrics_cannot_share_the_port_and_have_their_own() -> None:
     """Two listeners want two ports, unless each takes a free one."""
-    with pytest.raises(ValidationError, match="must not be the other port"):
+    with pytest.raises(ValidationError, match="must differ from port"):
         Settings(port=9000, metrics_port=9000)
     assert Settings(port=0, metrics_port=0).metrics_port == 0
 
@@ -104,7 +104,7 @@ def test_origins_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> Non
 )
 def test_what_no_browser_sends_is_no_origin(origin: str) -> None:
     """A slip of the pen would otherwise leave a page out, or let all in."""
-    with pytest.raises(ValidationError, match="is no origin"):
+    with pytest.raises(ValidationError, match="is not an origin"):
         Settings(cors_origins=[origin])
 
 
@@ -143,7 +143,7 @@ def test_slots_on_a_cpu(given: dict[str, int], number: int, threads: dict[int, i
     ("bundles", "threads"), [(2, {1: 1, 4: 4}), (3, {1: 1, 2: 2}), (8, {1: 1}), (99, {1: 1})]
 )
 def test_threads_do_not_grow_with_bundles(bundles: int, threads: dict[int, int]) -> None:
-    """What sleeps until a lone text comes is shared out among the bundles."""
+    """The threads for single texts are divided among the bundles."""
     assert Settings().slots(on_cpu=True, cores=8, bundles=bundles) == (8, threads)
 
 

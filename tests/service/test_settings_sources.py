@@ -57,7 +57,7 @@ def test_a_flag_goes_before_a_variable_before_the_file(monkeypatch: pytest.Monke
 
 
 def test_a_file_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a flag or by a variable, and then it alone is read."""
+    """A flag or a variable names it, and no other file is read."""
     write("quartet.toml", "port = 1\nthreads = 1")
     write("one.toml", "port = 2")
     write("other.toml", "port = 3")
@@ -85,7 +85,7 @@ def test_paths_in_a_file_are_relative_to_it() -> None:
 
 
 def test_bundles_that_come_later_come_from_a_directory() -> None:
-    """One that is there, beside the file that names it."""
+    """A directory that exists, relative to the file with the setting."""
     write("etc/quartet.toml", 'models_dir = "models"')
     with pytest.raises(ConfigError, match=r"^etc/quartet.toml: etc/models is no directory$"):
         with_bundle(config="etc/quartet.toml")
@@ -128,7 +128,7 @@ def test_keys_in_a_variable_go_before_those_in_the_file(monkeypatch: pytest.Monk
 
 
 def test_a_report_tells_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of keys it tells the names."""
+    """The report has the names of keys only."""
     write("keys.toml", f'[keys.filed]\nsha256 = "{"a" * 64}"')
     monkeypatch.setenv("QUARTET_API_KEY", PLAIN)
     configuration = with_bundle(api_keys="keys.toml")
@@ -165,7 +165,7 @@ RECORD = f'[keys.a]\nsha256 = "{"a" * 64}"\n'
         ('api_keys = "quartet.toml"', "quartet.toml: keys: Field required"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_told(text: str, reason: str) -> None:
+def test_faults_of_a_file_are_reported(text: str, reason: str) -> None:
     """Every name and every value, and where it stands."""
     write("quartet.toml", text)
     with pytest.raises(ConfigError, match=re.escape(reason)):
@@ -184,7 +184,7 @@ def test_what_is_wrong_in_a_file_is_told(text: str, reason: str) -> None:
         ("CONFIG", "none.toml", "none.toml: No such file or directory"),
     ],
 )
-def test_what_is_wrong_with_a_variable_is_told(
+def test_faults_of_a_variable_are_reported(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, reason: str
 ) -> None:
     """A service whose keys cannot be read is not left open."""
@@ -214,7 +214,7 @@ def test_an_empty_variable_leaves_what_a_file_says(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("flags", "text", "reason"),
     [
-        ({"models_dir": ""}, "", "--models-dir: models_dir: is empty; leave it out to have"),
+        ({"models_dir": ""}, "", "--models-dir: models_dir: is empty; leave it out for"),
         ({"host": ""}, "", "--host: host: is empty"),
         ({"config": ""}, "", "--config: config: is empty"),
         ({"bundles": [""]}, "", "arguments: bundles: is empty"),
@@ -224,7 +224,7 @@ def test_an_empty_variable_leaves_what_a_file_says(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_an_empty_flag_or_line_is_a_mistake(flags: dict[str, Any], text: str, reason: str) -> None:
-    """It would name the working directory, or every address; the line says where it is from."""
+    """It would select the working directory, or every address; the error has its origin."""
     write("quartet.toml", text)
     with pytest.raises(ConfigError, match=re.escape(reason)):
         configure({"bundles": ["x"], **flags} if "bundles" not in text else flags)
@@ -262,7 +262,7 @@ def test_a_kubernetes_service_sets_nothing(
     assert [] == unknown_variables(given)
 
 
-def test_settings_go_on_beside_a_kubernetes_service(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_apply_next_to_a_kubernetes_service(monkeypatch: pytest.MonkeyPatch) -> None:
     """A variable that is a setting by its value holds, and a wrong one is refused as ever."""
     for name, value in links("QUARTET").items():
         monkeypatch.setenv(name, value)
@@ -277,7 +277,7 @@ def test_settings_go_on_beside_a_kubernetes_service(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_empty_key_is_warned_of() -> None:
-    """The line says whether the service is open without it."""
+    """The warning says whether the service is open without the key."""
     assert ["QUARTET_API_KEY is empty, which counts as unset"] == ignored_variables(
         {"QUARTET_API_KEY": "", "QUARTET_PORT": ""}, closed=True
     )

@@ -400,7 +400,7 @@ async def tokenize(request: HttpRequest) -> Response:
         names = [engine.encoder.tokenizer.id_to_token(one) for one in ids]
         return json_response({"tokens": ids, "token_strings": names, "meta": VERSION_1})
 
-    return await call.within_deadline(engine.run(answer, item.tokens))
+    return await call.within_deadline(engine.run(answer, item.tokens, call.ticket))
 
 
 @router.post(
@@ -410,7 +410,9 @@ async def detokenize(request: HttpRequest) -> Response:
     """The text of token ids."""
     call = await receive_call(request, CohereDetokenizeRequest)
     check_vocabulary(call.engine, [call.body.tokens])
-    (text,) = await call.within_deadline(call.engine.detokenize([call.body.tokens], True))
+    (text,) = await call.within_deadline(
+        call.engine.detokenize([call.body.tokens], True, call.ticket)
+    )
     return json_response({"text": text, "meta": VERSION_1})
 
 

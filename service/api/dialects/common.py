@@ -140,7 +140,7 @@ async def input_texts(
     if not count:
         return [one for one in inputs if isinstance(one, str)]
     work = partial(decode_inputs, inputs, tokens(), most)
-    return await call.within_deadline(call.engine.run(work, count))
+    return await call.within_deadline(call.engine.run(work, count, call.ticket))
 
 
 def decode_inputs(inputs: Sequence[str | Ids], tokens: Tokens, most: int) -> list[str]:

@@ -336,7 +336,7 @@ class HfZeroShotRequest(HfTextsRequest):
 def of_inputs(
     call: Call[Any], reply: Reply[T], show: Callable[[T], object], *, nested: bool = False
 ) -> Response:
-    """Return the result of a text, or a list of those of several. nested: a list in both cases"""
+    """Return the result of a text, or a list of the results of several texts. nested: a list in both cases"""
     results = [show(result) for result in reply.results if result is not None]
     is_list = nested or call.body.inputs.is_batch
     return json_response(results if is_list else results[0], call.headers(reply))

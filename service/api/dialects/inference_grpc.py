@@ -334,7 +334,7 @@ class GrpcServer:
             own = self._lifecycle.receive(scope)
             scope["state"][CONTEXT] = own
             if not scope["path"].startswith(f"/{PREFIX}/health/"):
-                # In the log and the metrics. Health checks have those of HTTP, which are not logged.
+                # In the log and the metrics. Health checks have the routes of HTTP, which are not logged.
                 scope["path"] = f"/{SERVICE}/{name}"
                 scope["route"] = Labeled(scope["path"])
             own.leaving = asyncio.get_running_loop().create_future()

@@ -424,7 +424,8 @@ async def tokenize(request: HttpRequest) -> Response:
             ]
         )
 
-    return await call.within_deadline(engine.run(answer, sum(item.tokens for item in found)))
+    tokens = sum(item.tokens for item in found)
+    return await call.within_deadline(engine.run(answer, tokens, call.ticket))
 
 
 def token_list(
@@ -461,7 +462,9 @@ async def decode(request: HttpRequest) -> Response:
     call = await receive_call(request, TeiDecodeRequest)
     body, engine = call.body, call.engine
     check_vocabulary(engine, body.ids)
-    texts = await call.within_deadline(engine.detokenize(body.ids, body.skip_special_tokens))
+    texts = await call.within_deadline(
+        engine.detokenize(body.ids, body.skip_special_tokens, call.ticket)
+    )
     return json_response(texts)
 
 

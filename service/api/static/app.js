@@ -506,7 +506,7 @@ async function loadModels(panels) {
       askForKey();
       document.getElementById("key").focus();
       if (key()) showError(place, error);
-      else place.replaceChildren(node("p", { className: "notice" }, "This service answers those who have a key."));
+      else place.replaceChildren(node("p", { className: "notice" }, "This service requires an API key."));
       return;
     }
     const retry = node("button", { type: "button" }, "Try again");

@@ -1,4 +1,4 @@
-"""Faults are told as they are: of a server that gets over them, and of one that does not."""
+"""The benchmark of faults reports what happened, for a server that recovers and for a server that does not."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from benchmarks.lib.servers import Call, Server
 
 TEXTS = ["Ada Lovelace met the board of Siemens in Berlin.", "A quiet, generous film."]
 
-# One process that answers each POST after a while, 200 or what it is told, and knows nothing of SIGTERM.
+# One process that answers each POST after a delay with 200 or a given status. It has no handler of SIGTERM.
 LONE = """
 import http.server, json, sys, time
 
@@ -82,8 +82,8 @@ def suffered(fault, server, model, scratch):
 
 @pytest.mark.slow
 @pytest.mark.exclusive
-def test_who_is_not_restarted_is_said_to_be(tmp_path):
-    """A process that nobody watches over is gone with all that it was asked."""
+def test_a_server_without_restart_is_reported(tmp_path):
+    """A killed process without a supervisor loses all requests that it had accepted."""
     found = suffered(run_faults.killed, lone(), tmp_path, tmp_path)
 
     assert "not restarted" == found["answers again after, s"]
@@ -93,8 +93,8 @@ def test_who_is_not_restarted_is_said_to_be(tmp_path):
 @pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.exclusive
-def test_who_is_restarted_answers_again(tiny_bundle, tmp_path, monkeypatch):
-    """Quartet cuts nobody off when the process that computes is killed, and it is that which is found."""
+def test_a_restarted_server_answers_again(tiny_bundle, tmp_path, monkeypatch):
+    """Quartet loses no request when its inference process is killed, and the benchmark finds that process."""
     monkeypatch.setattr(run_faults, "WATCH_S", 20.0)
     found = suffered(run_faults.killed, servers.quartet("fp32"), tiny_bundle, tmp_path)
 
@@ -106,7 +106,7 @@ def test_who_is_restarted_answers_again(tiny_bundle, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.exclusive
 def test_requests_that_are_lost_at_the_end_are_counted(tmp_path):
-    """A server that ends at once cuts off those whom it answers."""
+    """A server that ends at once closes the connections of requests in flight."""
     found = suffered(run_faults.terminated, lone(), tmp_path, tmp_path)
 
     assert found["ended after, s"] < 20
@@ -117,7 +117,7 @@ def test_requests_that_are_lost_at_the_end_are_counted(tmp_path):
 @pytest.mark.slow
 @pytest.mark.exclusive
 def test_silence_is_noticed_by_its_probe(tmp_path, monkeypatch):
-    """A lone process that stands still says nothing, and nobody starts it again."""
+    """A stopped process sends nothing, and no supervisor restarts it."""
     monkeypatch.setattr(run_faults, "PROBE_S", 0.3)
     found = suffered(run_faults.stopped, lone(), tmp_path, tmp_path)
 
@@ -128,7 +128,7 @@ def test_silence_is_noticed_by_its_probe(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.exclusive
-def test_each_bad_body_is_told_something(tmp_path):
+def test_each_bad_body_gets_an_error(tmp_path):
     """What a server answers is shown as it is, and so is what it makes of the next good one."""
     found = suffered(run_faults.malformed, lone(), tmp_path, tmp_path)
 
@@ -148,7 +148,7 @@ def test_bad_texts_are_put_where_texts_are():
 @pytest.mark.slow
 @pytest.mark.exclusive
 def test_others_are_watched_meanwhile(tmp_path):
-    """A long text and a list that is none: what they and the others are told."""
+    """The report contains responses to a long text and to an invalid list, and to ordinary clients meanwhile."""
     found = suffered(run_faults.one_bad, lone(), tmp_path, tmp_path)
 
     assert ("200", "500", "200") == (
@@ -180,8 +180,8 @@ def test_slow_clients_are_counted(tmp_path):
     assert {"200"} == found["others meanwhile"].keys()
 
 
-def test_nobody_is_no_answer():
-    """Where nobody listens, that is what is told."""
+def test_a_missing_server_is_no_answer():
+    """The report says that no server accepts connections."""
 
     async def found():
         return await run_faults.send_request(servers.free_port(), b"GET / HTTP/1.1\r\n\r\n")
@@ -198,7 +198,7 @@ def test_the_table_has_a_column_for_each(capsys):
 
 
 def test_answers_in_time_are_counted_apart():
-    """What came after the deadline is no use to who waited for it."""
+    """Responses after the deadline are counted separately from responses in time."""
     late = overload.DEADLINE_MS / 1000 + 1
     stream = Measured(1, 2.0, np.array([0.1, 0.2, late]), 10.0, Counter())
     found = overload.Flooded(1.0, stream, (1.0, 1.0), 0.0, 0.0, {})
@@ -206,7 +206,7 @@ def test_answers_in_time_are_counted_apart():
     assert (1.5, 1.0) == (found.figures()["goodput"], found.figures()["goodput_in_time"])
 
 
-def test_who_is_cut_off_while_insisting_is_counted(tmp_path):
+def test_a_client_disconnected_while_retrying_is_counted(tmp_path):
     """A crowd that the server ends has no goodput, and no figure is made up for it."""
     requests = [request_bytes("/embed", b"{}")]
     found = overload.retry_at_once(servers.free_port(), requests, 2, 0.2)

@@ -11,8 +11,8 @@ from tests.e2e.client_calls.environments import REQUIREMENTS
 
 @pytest.fixture
 def peer(tmp_path, monkeypatch):
-    """The folder of a peer that asks for nothing, beside an empty `build`."""
-    folder = tmp_path / "peers" / "nobody"
+    """The folder of a peer without requirements, next to an empty `build`."""
+    folder = tmp_path / "peers" / "no-peer"
     folder.mkdir(parents=True)
     (folder / "requirements.txt").write_text("# nothing\n")
     monkeypatch.setattr(environments, "PEERS", folder.parent)
@@ -24,30 +24,30 @@ def peer(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_build(peer, capsys):
     """It is built when it is missing, left alone when it is up to date, and out of date when the peer changes."""
-    assert ["nobody"] == environments.names()
+    assert ["no-peer"] == environments.names()
     with pytest.raises(Unavailable, match="has not been built"):
-        environments.python_of("nobody")
+        environments.python_of("no-peer")
 
-    python = environments.build("nobody")
+    python = environments.build("no-peer")
     assert python.is_file()
-    assert "nobody: building" in capsys.readouterr().out
-    assert python == environments.build("nobody") == environments.python_of("nobody")
+    assert "no-peer: building" in capsys.readouterr().out
+    assert python == environments.build("no-peer") == environments.python_of("no-peer")
     assert "is up to date" in capsys.readouterr().out
 
     (peer / "requirements.txt").write_text("# nothing at all\n")
     with pytest.raises(Unavailable, match="is out of date"):
-        environments.python_of("nobody")
+        environments.python_of("no-peer")
 
 
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_build_fails(peer):
-    """What pip said is the reason, and nothing is left that could be taken for an environment."""
+    """The error has pip's message, and no incomplete environment is left."""
     (peer / "requirements.txt").write_text("./absent\n")
 
     with pytest.raises(Unavailable, match=r"cannot be built: ERROR: .*absent"):
-        environments.build("nobody")
-    assert not (environments.BUILT / "nobody").exists()
+        environments.build("no-peer")
+    assert not (environments.BUILT / "no-peer").exists()
 
 
 FILES = [*PEERS.glob("*/requirements.txt"), *REQUIREMENTS.glob("*.txt")]

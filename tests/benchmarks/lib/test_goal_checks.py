@@ -33,7 +33,7 @@ def windows(name, rates, tails=None, opened=()):
     ],
 )
 def test_verdict(check, met, rounds_met, capsys):
-    """What the table says is what the JSON says."""
+    """The table and the JSON have the same verdict."""
     told = json.loads(json.dumps(check.as_json(), allow_nan=False))
     assert (met, rounds_met) == (told["met"], told["rounds_met"])
 

@@ -88,7 +88,7 @@ def test_sessions_share_the_work():
 @pytest.mark.slow
 @pytest.mark.exclusive
 def test_in_the_rounds(tiny_bundle, tmp_path, monkeypatch):
-    """It takes its turn like a server, kept to a core if need be, and says what it measured."""
+    """It takes turns with the servers, on the given cores, and returns its measurements."""
     monkeypatch.setattr(onnxruntime_baseline, "TRIAL_S", 0.01)
     server = servers.pinned(onnxruntime_baseline.server("qa", "int8", TEXTS, tmp_path), [0])
     (tested,) = rounds.measure(

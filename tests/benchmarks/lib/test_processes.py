@@ -1,4 +1,4 @@
-"""A server's processes are all counted, stopped and woken, whichever process group they are in."""
+"""All processes of a server are counted, stopped and resumed, in every process group."""
 
 import subprocess
 import sys
@@ -72,7 +72,7 @@ def test_rest_and_wake(root):
 
 
 def test_nobody():
-    """A process that is no more has nothing, and hears nothing."""
+    """A process that has ended has no memory and no threads, and signals to it do nothing."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     processes.rest(ended.pid)

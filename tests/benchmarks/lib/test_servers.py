@@ -19,7 +19,7 @@ from tests import samples
 TEXT = "Ada Lovelace met the board of Siemens in Berlin."
 PEERS = [server for server in SERVERS if server.environment and "embed" in server.calls]
 
-# What it started is told in a file, then it answers every GET.
+# It writes the ids of its child processes to a file, then it answers every GET.
 WITH_A_CHILD = """
 import http.server, pathlib, subprocess, sys
 command = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -57,6 +57,14 @@ def test_table():
         servers.named("nobody")
 
 
+def test_quartet_gets_the_requests_of_infinity(tmp_path):
+    """Quartet as a replacement for infinity answers the same requests on the same path."""
+    replaced, quartet = map(servers.named, ("infinity torch", "quartet fp32, infinity's API"))
+    assert replaced.calls["embed"] == quartet.calls["embed"]
+    command = quartet.command(Path(sys.executable), tmp_path, 1)
+    assert ["--root-dialect", "infinity"] == command[-2:]
+
+
 @pytest.mark.parametrize("server", SERVERS, ids=lambda server: server.name)
 def test_bodies(server, minilm_folder):
     """A text becomes JSON that holds it, or its tokens."""
@@ -89,7 +97,7 @@ def test_quartet(mini_bundle, tmp_path):
 
 @pytest.mark.e2e
 def test_everything_is_ended(tmp_path):
-    """Whatever a server has started ends with it, in whichever process group."""
+    """All processes that a server started end with it, in every process group."""
     with serving(scripted(WITH_A_CHILD), tmp_path, tmp_path) as (_, process, _):
         child = int((tmp_path / "child").read_text())
         assert runs(child)
@@ -115,7 +123,7 @@ def test_server_that_dies(tmp_path):
 @pytest.mark.slow
 @pytest.mark.exclusive
 def test_server_that_hangs(tmp_path):
-    """A server that never becomes ready is given up, ended, and reported likewise."""
+    """A server that never becomes ready is killed and reported."""
     script = "import os, time; print(os.getpid()); time.sleep(600)"
     with (
         pytest.raises(StartError, match=r"was not ready within 3 s") as raised,
@@ -136,7 +144,7 @@ def test_unavailable(tmp_path):
 
 
 def test_threads():
-    """Every server is told of as many cores as this process may use."""
+    """Every server gets the number of cores that this process may use."""
     told = servers.shared_env()
 
     assert 1 <= int(told["OMP_NUM_THREADS"]) <= (os.cpu_count() or 1)

@@ -1,4 +1,4 @@
-"""Print a table of all calls by clients of other servers: the answer against the native API's, and the errors.
+"""Print a table of all calls by clients of other servers: the answer against the native API's, errors, and retries.
 
 `python -m tests.e2e.client_calls` makes a tiny bundle with heads for all tasks and serves it.
 """
@@ -13,7 +13,7 @@ from tests.conftest import run_export
 from tests.e2e.client_calls.records import Call
 from tests.e2e.client_calls.table import clients
 from tests.e2e.conftest import Server, serving
-from tests.e2e.test_clients import OPTIONS, differs, raised
+from tests.e2e.test_clients import OPTIONS, differs, not_ready, raised, unavailable_fault
 from tests.tiny import save_tasks
 
 HEAD = "| client | version | call | result |\n|---|---|---|---|"
@@ -28,6 +28,10 @@ def main(bundle: Path) -> bool:
         @cache
         def server(options: tuple[str, ...]) -> Server:
             return stack.enter_context(serving(bundle, *OPTIONS, *options))
+
+        @cache
+        def unready(options: tuple[str, ...]) -> Server:
+            return stack.enter_context(not_ready(bundle, *OPTIONS, *options))
 
         for client in clients():
             if client.missing:
@@ -44,6 +48,13 @@ def main(bundle: Path) -> bool:
                 print(
                     f"| {client.name} | {client.version} | {record.name} | {result} |", flush=True
                 )
+                good = good and not fault
+            for use in client.key_uses:
+                fault = unavailable_fault(server(client.options), unready(client.options), use)
+                retry = "repeated after Retry-After" if use.retries else "not repeated"
+                result = fault or f"{use.on_503}; {retry}"
+                name = " ".join(["not ready (503)", *filter(None, [use.name])])
+                print(f"| {client.name} | {client.version} | {name} | {result} |", flush=True)
                 good = good and not fault
     return good
 

@@ -208,5 +208,8 @@ def embed_with_key(server: Server, key: str, retry: bool) -> Any:
 
 
 KEY_USE = KeyUse(
-    embed_with_key, "cohere.errors.UnauthorizedError", "cohere.errors.TooManyRequestsError"
+    embed_with_key,
+    "cohere.errors.UnauthorizedError",
+    "cohere.errors.TooManyRequestsError",
+    unavailable="cohere.errors.ServiceUnavailableError",
 )

@@ -84,4 +84,9 @@ def embed_with_key(server: "Server", key: str, retry: bool) -> Any:
     return embed("embed_query", QUERY, api_key=key, max_retries=2 if retry else 0)(server)
 
 
-KEY_USE = KeyUse(embed_with_key, "openai.AuthenticationError", "openai.RateLimitError")
+KEY_USE = KeyUse(
+    embed_with_key,
+    "openai.AuthenticationError",
+    "openai.RateLimitError",
+    unavailable="openai.InternalServerError",
+)

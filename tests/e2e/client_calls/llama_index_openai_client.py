@@ -66,4 +66,9 @@ def embed_with_key(server: "Server", key: str, retry: bool) -> Any:
     return embed("get_query_embedding", QUERY, api_key=key, max_retries=3 if retry else 0)(server)
 
 
-KEY_USE = KeyUse(embed_with_key, "openai.AuthenticationError", "openai.RateLimitError")
+KEY_USE = KeyUse(
+    embed_with_key,
+    "openai.AuthenticationError",
+    "openai.RateLimitError",
+    unavailable="openai.InternalServerError",
+)

@@ -101,4 +101,9 @@ def embed_with_key(server: Server, key: str, retry: bool) -> Any:
     return [one.embedding for one in client.embeddings.create(input=TEXTS, model=MODEL).data]
 
 
-KEY_USE = KeyUse(embed_with_key, "openai.AuthenticationError", "openai.RateLimitError")
+KEY_USE = KeyUse(
+    embed_with_key,
+    "openai.AuthenticationError",
+    "openai.RateLimitError",
+    unavailable="openai.InternalServerError",
+)

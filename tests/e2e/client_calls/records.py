@@ -69,6 +69,7 @@ class KeyUse:
     unauthorized, limited: the exception classes for a wrong key, and for too many requests
     retries: whether the client can repeat a request that was refused with 429 or 503
     name: tells it from others of the same client
+    unavailable: the exception class for a service that is not ready; `limited` if empty
     """
 
     run: "Callable[[Server, str, bool], Any]"
@@ -76,6 +77,11 @@ class KeyUse:
     limited: str
     retries: bool = True
     name: str = ""
+    unavailable: str = ""
+
+    @property
+    def on_503(self) -> str:
+        return self.unavailable or self.limited
 
 
 def load(client: str) -> Any:

@@ -50,7 +50,7 @@ def class_name(error: Exception, record: Any) -> str:
         case Failure():
             names = {record.error}
         case KeyUse():
-            names = {record.unauthorized, record.limited}
+            names = {record.unauthorized, record.limited, record.on_503}
         case _:
             names = set()
     known = [name for name in names if type(error) is error_class(name)]

@@ -236,7 +236,7 @@ def test_places(place: str, folder: Path, out: Path) -> None:
 
 
 def test_the_longest_input(folder: Path, out: Path, tmp_path: Path) -> None:
-    """The least of what is said of it; less by --max-length; by that alone where nothing is said."""
+    """The smallest stated limit; --max-length may lower it, and is the only limit if none is stated."""
     write_json(folder / "tokenizer_config.json", {**AS_SAVED, "model_max_length": 32})
     assert 32 == export(write(folder, "ner"), out).manifest.max_length
     assert 16 == export(folder, tmp_path / "b", "--max-length", "16").manifest.max_length
@@ -387,7 +387,7 @@ def test_values_called_like_a_head(folder: Path, out: Path) -> None:
 
 
 def test_a_graph_without_a_mask(folder: Path, out: Path) -> None:
-    """Pooling takes the mask that the graph itself has no use for."""
+    """Pooling takes the mask, which the graph itself does not read."""
     proto = lookup("last_hidden_state")
     del proto.graph.input[1]
     made = export(write(folder, "embedding", proto), out)
@@ -430,7 +430,7 @@ def test_external_weights(folder: Path, out: Path) -> None:
 
 @pytest.mark.parametrize("task", ["ner", "embedding"])
 def test_half_precision(task: str, folder: Path, out: Path) -> None:
-    """The record says fp16; outputs are float32 all the same."""
+    """The manifest says fp16; outputs are still float32."""
     name = "logits" if task == "ner" else "last_hidden_state"
     made = export(write(folder, task, lookup(name, dtype=np.float16)), out)
     assert ["fp16"] == [*made.manifest.precisions]
@@ -453,7 +453,7 @@ def matmul() -> onnx.ModelProto:
     ("operators", "layout"), [(["Gather", "MatMul"], "padded"), (["MatMul"], "alone")]
 )
 def test_quantised(operators: list[str], layout: str, folder: Path, out: Path) -> None:
-    """Where one scale, found as it runs, is for a whole batch, answers depend on company: each text runs alone."""
+    """A dynamic scale per batch makes results depend on the batch, so each text runs unbatched."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     write(folder, "embedding", matmul())
@@ -689,7 +689,7 @@ REFUSALS: dict[str, tuple[Spoil, str]] = {
 
 @pytest.mark.parametrize("what", REFUSALS)
 def test_refused(what: str, folder: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Status 1, one line that says why, and nothing beside OUT, in it, or among temporary files."""
+    """Status 1, one line with the reason, and no file next to OUT, in it, or among temporary files."""
     spoil, said = REFUSALS[what]
     spoil(folder)
     assert 1 == main(["--onnx", str(folder), str(out)])
@@ -713,7 +713,7 @@ def test_weights_elsewhere(folder: Path, out: Path, capsys: pytest.CaptureFixtur
 
 
 def test_weights_in_a_folder(folder: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A bundle is flat: weights beside the graph are taken, in a folder beside it they are not."""
+    """A bundle is flat: weights in the graph's folder are copied, weights in another folder are refused."""
     proto = lookup("logits")
     (folder / "parts").mkdir()
     (folder / "parts" / "table").write_bytes(proto.graph.initializer[0].raw_data)
@@ -724,7 +724,7 @@ def test_weights_in_a_folder(folder: Path, out: Path, capsys: pytest.CaptureFixt
     assert "its weights must be in its directory, not at parts/table" in capsys.readouterr().err
 
 
-def test_a_precision_cannot_be_asked_for(folder: Path, out: Path) -> None:
+def test_an_external_graph_takes_no_precision(folder: Path, out: Path) -> None:
     """The graph has the one that it has."""
     with pytest.raises(SystemExit) as ended:
         main(["--onnx", str(write(folder, "ner")), str(out), "--precision", "int8"])

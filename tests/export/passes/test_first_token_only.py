@@ -100,7 +100,7 @@ def test_attention_of_first_queries() -> None:
 
 
 def test_a_head_that_reads_all_tokens(traced: Traced) -> None:
-    """With one beside those of first tokens, the graph stays as it is."""
+    """With a head that reads all tokens, the graph stays as it is."""
     assert traced.packed == narrowed(traced.packed)
 
 
@@ -114,7 +114,7 @@ def test_nothing_is_left_behind(graphs: Graphs) -> None:
 
 
 def test_rows_of_another_place() -> None:
-    """Who takes rows by another index is no head of ours: nothing is narrowed for it."""
+    """A node that gathers rows by another index is not a head: the graph is not narrowed for it."""
     x = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["T", 2])
     unpack = onnx.helper.make_tensor_value_info("unpack", onnx.TensorProto.INT64, ["B", "S"])
     y = onnx.helper.make_empty_tensor_value_info("y")

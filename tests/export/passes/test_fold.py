@@ -19,7 +19,7 @@ X = RNG.standard_normal((2, 3)).astype(np.float32)
 
 
 def graph(dtype: type[np.floating] = np.float32) -> onnx.ModelProto:
-    """x times a product of weights, of which one is also used by itself; and a weight nobody uses."""
+    """x times a product of weights, one of which has a second reader; and a weight without a reader."""
     weights = {**WEIGHTS, "unused": WEIGHTS["table"]}
     kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
     nodes = [
@@ -53,7 +53,7 @@ def test_results_stay(dtype: type[np.floating]) -> None:
 
 
 def test_what_is_left() -> None:
-    """The products with the input, what they are of, and no weight that nobody reads."""
+    """The products with the input, their factors, and no weight without a reader."""
     model = graph()
     fold(model)
     assert Counter(node.op_type for node in model.graph.node) == {"MatMul": 2}

@@ -135,7 +135,7 @@ def test_inputs(halved: onnx.ModelProto) -> None:
 
 
 def test_outputs(halved: onnx.ModelProto, traced: Traced) -> None:
-    """Names, order, types and shapes of the outputs are those of the fp32 graph."""
+    """The outputs have the names, order, types and shapes of the fp32 graph's outputs."""
     expected = signature(traced.packed.graph.output)
     assert [*expected.items()] == [*signature(halved.graph.output).items()]
     assert {FLOAT} == {kind for kind, _ in expected.values()}
@@ -156,7 +156,7 @@ def test_operators(halved: onnx.ModelProto, traced: Traced) -> None:
 
 
 def test_attention_inputs(halved: onnx.ModelProto) -> None:
-    """Query, key and value, no bias, then the two arrays of the layout; the heads are told by attribute."""
+    """The inputs are query, key, value, no bias and two layout arrays; an attribute has the number of heads."""
     nodes = [n for n in halved.graph.node if n.op_type == "PackedMultiHeadAttention"]
     for node in nodes:
         assert ["", "token_offset", "cu_seqlens"] == node.input[3:]
@@ -179,7 +179,7 @@ def test_what_is_half(halved: onnx.ModelProto) -> None:
 
 
 def test_weights(halved: onnx.ModelProto, gpu_bundle: Path) -> None:
-    """Matrices of the trunk are stored in fp16, once, beside the graph."""
+    """Matrices of the shared encoder are stored in fp16, once, in a file next to the graph."""
     trunk = [t for t in halved.graph.initializer if "encoder." in t.name and len(t.dims) == 2]
     assert {HALF} == {tensor.data_type for tensor in trunk}
     record = next(g for g in bundle.load(gpu_bundle).manifest.graphs if g.precision == "fp16")
@@ -294,7 +294,7 @@ class TestOverflow:
         assert not np.isfinite(torch_outputs(model.half(), self.PACKED)["embeddings"]).any()
 
     def test_products_that_overflow_are_refused(self, tmp_path: Path) -> None:
-        """What a matrix is to multiply must fit fp16: where it does not, the check says so."""
+        """The inputs of a matrix product must fit fp16; otherwise the check reports the product."""
         model = huge(norm=9000)
         expected = torch_outputs(model, self.PACKED)
         path = save(pipeline.trace_cuda(model, self.PACKED), tmp_path)

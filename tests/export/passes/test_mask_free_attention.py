@@ -93,7 +93,7 @@ def exported(request: pytest.FixtureRequest) -> tuple[EncoderWithHeads, onnx.Mod
 def test_same_as_torch(
     exported: tuple[EncoderWithHeads, onnx.ModelProto], lengths: list[int]
 ) -> None:
-    """The graph without masks answers as PyTorch does, whatever stands in the slots behind a text."""
+    """The graph without masks gives PyTorch's results for all contents of padding positions."""
     model, proto = exported
     assert {3} == {len(node.input) for node in attentions(proto)}
     packed = batch(lengths, 50)
@@ -113,7 +113,7 @@ def test_without_a_bias() -> None:
 
 
 def test_far_from_every_score() -> None:
-    """Padding has no weight beside keys that nobody would look at: their scores are far below zero."""
+    """Padding gets no weight even next to keys of low scores: its scores are far below zero."""
     model = bert(num_hidden_layers=1)
     with torch.no_grad():  # every query times every key is some -7,000, give or take little
         attention = model.encoder.layers[0].attention
@@ -124,7 +124,7 @@ def test_far_from_every_score() -> None:
 
 
 def test_what_turns_its_queries_keeps_the_mask() -> None:
-    """ModernBERT's queries and keys are rotated after the product: its attention is told lengths as before."""
+    """ModernBERT rotates queries and keys after the product: its attention reads lengths as before."""
     config = ModernBertConfig(**SMALL)
     proto = trace_graphs.export_packed(perturb(EncoderWithHeads(config, HEADS)))
     assert all(node.input[4] for node in attentions(proto))

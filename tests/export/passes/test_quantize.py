@@ -84,7 +84,7 @@ class TestProduct:
         assert np.abs(self.run(x) - expected).max() < 0.02 * np.abs(expected).max()
 
     def test_rows_know_nothing_of_each_other(self) -> None:
-        """A row's result is the same, to the bit, alone and beside rows a million times as large."""
+        """A row's result is the same, to the bit, alone and next to rows a million times as large."""
         x = normal(9, 16) * np.float32(10.0) ** np.arange(-4, 5, dtype=np.float32)[:, None]
         together = self.run(x)
         for index, row in enumerate(x):
@@ -205,7 +205,7 @@ class TestWholeModel:
     def quantized(cls, traced: Traced) -> onnx.ModelProto:
         return quantize(traced.packed)
 
-    def test_the_trunk_is_whole(self, quantized: onnx.ModelProto) -> None:
+    def test_the_encoder_is_quantized(self, quantized: onnx.ModelProto) -> None:
         """The four products of every layer are whole; the heads' stay exact, as does attention."""
         kinds = [node.op_type for node in quantized.graph.node]
         assert 2 * 4 == kinds.count("MatMulIntegerToFloat")
@@ -223,7 +223,7 @@ class TestWholeModel:
         assert 127 == np.abs(table).max()
 
     def test_exact_weights_are_gone(self, traced: Traced, quantized: onnx.ModelProto) -> None:
-        """What was made whole is not kept beside: the graph is about a quarter as large."""
+        """The fp32 weights are removed: the graph is about a quarter as large."""
         assert quantized.ByteSize() < 0.5 * traced.packed.ByteSize()
         assert TABLE not in initializers(quantized)
 

@@ -115,7 +115,7 @@ class TestWhatWeSave:
             torch.testing.assert_close(next_logits, found.seq_relationship_logits, **TOLERANCE)
 
     def test_tokenizer(self, tmp_path: Path, tokenizer_file: Path) -> None:
-        """AutoTokenizer reads the tokenizer beside the weights, and cuts texts and pairs as we do."""
+        """AutoTokenizer reads the tokenizer next to the weights, and truncates texts and pairs at the same tokens."""
         writer.save_encoder(tmp_path, Bert(shape()), tokenizer_file)
         texts = ["Ada drew a comet in Turin.", "UNSEEN wörds 漢字!", ""]
         encoder = Encoder.from_file(tmp_path / "tokenizer.json", 64)

@@ -113,7 +113,7 @@ class TestBuild:
     def test_sentences_are_read_as_running_text(
         self, corpus_file: Path, documents: list[list[str]], model_type: str
     ) -> None:
-        """Their tokens together are those of the whole, whatever the tokenizer makes of a space."""
+        """The tokens of all sentences equal the tokens of the whole text, for every kind of space handling."""
         family = FAMILIES[model_type]
         cut = tokenizer.train(itertools.chain(*documents), 300, family=family)
         built = corpus.build([corpus_file], cut)

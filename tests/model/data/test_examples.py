@@ -272,7 +272,7 @@ def test_entities_in_the_scheme_of_the_head(encoder: Encoder) -> None:
 
 
 def test_a_type_may_have_a_tag_in_its_name(encoder: Encoder) -> None:
-    """Only what stands before a type says where in an entity a word is."""
+    """Only the prefix of a tag marks a word's position in its entity."""
     row = sentence("U.S. U.S.", "B-JOB-TITLE B-SUB-ORG")
     names = ("O", "B-JOB-TITLE", "I-JOB-TITLE", "B-SUB-ORG", "I-SUB-ORG")
     (labels,) = examples.token_labels(row, encoder.texts([row.text])[0].windows, names)
@@ -281,7 +281,7 @@ def test_a_type_may_have_a_tag_in_its_name(encoder: Encoder) -> None:
 
 
 def test_a_window_that_begins_within_a_word_is_inside_its_entity(tokenizer_file: Path) -> None:
-    """Each token has one label, in whichever window it is."""
+    """Each token has the same label in every window."""
     encoder = Encoder.from_file(tokenizer_file, 6)
     row = sentence("U.S.A.F. Ada", "B-LOC B-PER")
     (encoded,) = encoder.texts([row.text], truncate="window", stride=1)
@@ -319,7 +319,7 @@ def test_a_word_begins_once_where_its_first_letter_is_several_tokens(of_bytes: T
 def test_a_window_that_begins_within_a_letter_begins_no_word(
     of_bytes: Tokenizer, stride: int
 ) -> None:
-    """Each word begins with one and the same token, in whichever window that is."""
+    """Each word begins with the same token in every window."""
     (whole,) = Encoder(of_bytes, 64).texts([BYTES.text])
     (placed,) = examples.place_words(BYTES, whole.windows)
     first = {
@@ -422,14 +422,14 @@ def test_an_epoch_takes_every_row_once() -> None:
 
 
 def test_a_batch_follows_from_seed_and_step_alone() -> None:
-    """Asked again, in any order, it is the same; another seed or head draws others."""
+    """The same seed and step give the same batch, in any order; other seeds and heads give others."""
     later, first = examples.draw(100, 8, (1, 0), 7), examples.draw(100, 8, (1, 0), 0)
     assert (examples.draw(100, 8, (1, 0), 0), examples.draw(100, 8, (1, 0), 7)) == (first, later)
     assert examples.draw(100, 8, (2, 0), 7) != later != examples.draw(100, 8, (1, 1), 7)
 
 
 def groups(*sizes: int, negatives: Sequence[int] = ()) -> ExampleStream:
-    """Texts that belong together, in groups, with so many negatives; a text is known by its length."""
+    """Texts that belong together, in groups, with this many negatives; a text's length identifies it."""
     lengths = iter(range(1, sum(sizes) + sum(negatives) + 1))
     found = []
     for number, (size, more) in enumerate(zip_longest(sizes, negatives, fillvalue=0)):
@@ -455,7 +455,7 @@ def test_pairs_are_drawn_from_groups() -> None:
 
 
 def test_negatives_come_after_all_pairs() -> None:
-    """Row by row, as many as each has, and their numbers after those of the pair."""
+    """Negatives follow row by row, as many as each row has, after the numbers of the pair."""
     stream = groups(2, 3, 2, 2, negatives=(2, 1, 0, 3))
     negatives = {
         int(e.labels[0]): e.labels[1:][len(e.labels) - 1 - e.negatives :] for e in stream.examples
@@ -520,14 +520,14 @@ def labelled(*labels: Any, lengths: Sequence[int] = ()) -> Batch:
 
 
 def pairs(count: int, negatives: Sequence[int] = ()) -> Batch:
-    """So many rows of an anchor and its positive, the first ones with so many negatives; no text twice."""
+    """This many rows of an anchor and its positive; the first rows have this many negatives; all texts differ."""
     texts = iter(range(100))
     more = [*negatives, *[0] * (count - len(negatives))]
     return labelled(*([row, *islice(texts, 2 + extra)] for row, extra in enumerate(more)))
 
 
 def test_every_loss_starts_at_its_chance() -> None:
-    """A model that knows nothing costs as much as guessing evenly, so heads start alike."""
+    """An untrained model has the loss of a uniform prediction, so heads start with similar losses."""
     spans = labelled([1, 2], [0, 0], lengths=[6, 6])
     for encoding in spans.encodings:
         encoding.offsets[:, 1] = 1
@@ -666,8 +666,8 @@ def test_a_single_label_is_a_grade(encoder: Encoder) -> None:
         list(examples.examples(found, head, encoder, 0))
 
 
-def test_one_label_that_nobody_named_is_a_mistake() -> None:
-    """There would be nothing to tell apart."""
+def test_a_single_unnamed_label_is_a_mistake() -> None:
+    """A classification with one label has no classes to separate."""
     with pytest.raises(DataError, match="f:1: all rows have the label 'x'"):
         examples.describe(HeadSettings("classification", []), [Text("f:1", "a", None, ("x",))], 32)
 
@@ -686,15 +686,38 @@ def test_cosent_orders_pairs() -> None:
     assert found.item() == pytest.approx(math.log(1 + total), rel=1e-5)
 
 
-def test_sparse_loss_adds_the_operations_of_a_product() -> None:
-    """The loss is that of the weights log(1 + relu(logit)), plus a multiple of the sum of squared mean weights."""
+def test_sparse_loss_reads_weights() -> None:
+    """The loss is that of the weights log(1 + relu(logit)); the regularizer is the sum of squared mean weights."""
     logits, scores = random_vectors(8), [0.2, 0.9, 0.2, 0.5]
     weights = torch.log1p(logits.clamp(min=0))
     batch = labelled(*np.float32(scores))
-    plain = examples.cosine_loss(weights, batch).value
-    found = examples.sparse_loss(logits, batch, examples.cosine_loss, flops=0.5).value
-    expected = plain + 0.5 * sum(float(column.mean()) ** 2 for column in weights.T)
+    expected = examples.cosine_loss(weights, batch).value
+    found = examples.sparse_loss(logits, batch, examples.cosine_loss).value
     assert found.item() == pytest.approx(float(expected), rel=1e-5)
+    flops = examples.FlopsRegularizer(0.5, 0.0).loss(logits).value
+    squares = sum(float(column.mean()) ** 2 for column in weights.T)
+    assert flops.item() == pytest.approx(squares, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ramp", "progress", "expected"),
+    [
+        (0.5, 0.0, 0.0),
+        (0.5, 0.25, 0.25),
+        (0.5, 0.5, 1.0),
+        (0.5, 1.0, 1.0),
+        (0.0, 0.0, 1.0),
+    ],
+)
+def test_flops_regularizer_rises(ramp: float, progress: float, expected: float) -> None:
+    """Its weight rises by the square of the progress, and is constant after the ramp."""
+    assert 2.0 * expected == examples.FlopsRegularizer(2.0, ramp).weight_at(progress)
+
+
+@pytest.mark.parametrize("ramp", [-0.1, 1.1])
+def test_flops_ramp_is_a_share(ramp: float) -> None:
+    with pytest.raises(ValueError, match=rf"flops_ramp: {ramp} is not from 0 to 1"):
+        HeadSettings("sparse-embedding", [], flops_ramp=ramp)
 
 
 def test_a_sparse_head_knows_the_vocabulary() -> None:

@@ -21,7 +21,7 @@ ENTAILED = ClassLabel(names=["entailment", "neutral", "contradiction"])
 
 @pytest.fixture(autouse=True)
 def _no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing is asked of the hub, and what is made ready stays here."""
+    """Make no request to the hub, and cache prepared data in a temporary folder."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     hf_datasets._load.cache_clear()
@@ -37,7 +37,7 @@ def parquet(folder: Path, features: dict[str, Any], *given: dict[str, Any]) -> P
 
 
 def test_texts_have_the_names_of_their_classes(tmp_path: Path) -> None:
-    """As SST-2 has them, with a column that nobody needs; a label of -1 is none."""
+    """Rows like SST-2's, with an unused column; a label of -1 means no label."""
     folder = parquet(
         tmp_path / "set",
         {"idx": Value("int32"), "sentence": STRING, "label": POLARITY},
@@ -73,7 +73,7 @@ def test_labels_without_names_may_be_none_too(tmp_path: Path) -> None:
     ],
 )
 def test_pairs_have_many_names(tmp_path: Path, names: tuple[str, str]) -> None:
-    """They are classified, or learnt as texts that say the same."""
+    """Pairs are classified, or are positives of each other."""
     first, second = names
     columns = {second: STRING, first: STRING, "label": ENTAILED}
     folder = parquet(
@@ -239,7 +239,7 @@ def test_columns_may_be_named(reviews: Path) -> None:
 
 
 def test_named_columns_are_all_that_count(tmp_path: Path) -> None:
-    """None is guessed beside them."""
+    """With named columns, no other column is guessed."""
     names = ("sentence1", "sentence2", "title", "label")
     row = dict(zip(names, "abtx", strict=True))
     folder = parquet(tmp_path / "set", dict.fromkeys(names, STRING), row)
@@ -247,7 +247,7 @@ def test_named_columns_are_all_that_count(tmp_path: Path) -> None:
     assert [Text(f"{name}: row 0", "t", None, ("x",))] == labelled_rows.read(name, "classification")
 
 
-def test_the_whole_name_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_full_name_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
     """A revision, too; and once in a run, however often it is read."""
     asked = []
 
@@ -272,7 +272,7 @@ def test_the_whole_name_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
         ("hub:{}:plain", "classification", "not hub:OWNER/NAME"),
         ("hub:json/train", "classification", "json is neither a directory nor OWNER/NAME"),
         ("hub:../no/where/train", "classification", "../no/where is neither a directory nor"),
-        ("hub:nobody/nothing/train", "classification", "Couldn't reach 'nobody/nothing'"),
+        ("hub:no-owner/nothing/train", "classification", "Couldn't reach 'no-owner/nothing'"),
         ("hub:./nothing/train", "classification", "./nothing"),
         ("hub:{}:plane/train", "classification", "'plane' not found. Available: .*plain"),
         ("hub:{}:plain/dev", "classification", "Unknown split \"dev\".*'train'"),

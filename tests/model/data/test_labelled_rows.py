@@ -122,7 +122,7 @@ def test_similarity_goes_from_0_to_1(tmp_path: Path) -> None:
 
 
 def test_scores_have_to_vary(tmp_path: Path) -> None:
-    """From equal ones nobody can tell whether the pairs are alike or not."""
+    """Equal scores are refused, because they do not say whether the pairs are alike."""
     pair = {"text": "a", "text_pair": "b", "score": 5}
     path = write(tmp_path / "a.jsonl", {"texts": ["c", "d"]}, pair, pair)
     with pytest.raises(DataError, match=r"a\.jsonl: all scores are 5"):
@@ -204,7 +204,7 @@ PACKED = gzip.compress(b'{"text": "a", "label": "x"}\n' * 9, mtime=0)
     ],
 )
 def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: bytes, reason: str) -> None:
-    """Whatever the library that unpacks it says, and however far it came."""
+    """The error names the file for every error of the decompressing library, at any position."""
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=rf"{name} cannot be read beyond line \d: .*{reason}"):
         labelled_rows.read(tmp_path / name, "classification")

@@ -42,7 +42,7 @@ def within(share: float, expected: float, count: int) -> bool:
 class TestSpecials:
     @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
     def test_as_the_tokenizer_has_it(self, family: Family, documents: list[list[str]]) -> None:
-        """What stands around one text, and around two, is what the family's own tokenizer puts there."""
+        """Special tokens around one text, and around two, are the same as with the family's tokenizer."""
         words = [text for document in documents for text in document]
         trained = tokenizer.train(words, vocab_size=400, family=family)
         specials = Specials.of(trained, family)
@@ -217,7 +217,7 @@ class TestDraw:
 def hide(
     ids: Tensor, guesses: tuple[int, ...], seed: int = 0, **settings: Any
 ) -> tuple[Tensor, Tensor]:
-    """Texts [B, L] with so many tokens hidden in each, and where."""
+    """Texts [B, L] with this many masked tokens in each, and their positions."""
     text = Corpus(np.arange(100, 110, dtype=np.uint16), np.arange(11), np.array([0, 10]))
     sampler = Sampler(text, SPECIALS, pairs=None, **settings)
     return sampler._hide(ids, guesses, torch.Generator().manual_seed(seed))
@@ -235,8 +235,8 @@ def masked() -> tuple[Tensor, Tensor, Tensor]:
 
 
 class TestHiding:
-    def test_as_many_as_asked(self, masked: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Each row has as many hidden tokens as it is told, rows of different numbers too."""
+    def test_as_many_as_requested(self, masked: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Each row has the requested number of masked tokens, also if the numbers differ."""
         ids, _, hidden = masked
         assert (hidden.sum(dim=1) == 12).all()
         _, others = hide(ids[:3], (1, 5, 80))

@@ -25,7 +25,7 @@ SIGNALLED_STEPS = 200  # some seconds: a run must not end before the test sees i
 
 @pytest.fixture
 def start(tmp_path: Path, corpus_file: Path, tokenizer_file: Path) -> Start:
-    """Starts a run of so many processes; its settings are those of a few small steps, but for what is given."""
+    """Starts a run of this many processes with the settings of a few small steps, and with the given ones."""
 
     def started(output: str, processes: int, **other: Any) -> "subprocess.Popen[str]":
         settings = {
@@ -50,7 +50,7 @@ def start(tmp_path: Path, corpus_file: Path, tokenizer_file: Path) -> Start:
 
 
 def launch(processes: int, *program: str) -> "subprocess.Popen[str]":
-    """Python, in so many processes: with torchrun, but for one."""
+    """Run Python in this many processes: with torchrun if there are several."""
     endpoint = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--nnodes=1"]
     torchrun = ["-m", "torch.distributed.run", *endpoint, f"--nproc-per-node={processes}"]
     return subprocess.Popen(
@@ -129,7 +129,7 @@ def test_nothing_is_left_of_a_meeting(tmp_path: Path) -> None:
 
 
 def test_small_bites(start: Start, tmp_path: Path) -> None:
-    """A step's gradients can be added up from parts: the losses are those of the whole."""
+    """A step's gradients can be summed from parts: the losses equal the losses of the whole."""
     for bite in (0, 48, 1):  # and never less than a sample
         finish(start(str(bite), 1, micro_batch_tokens=bite))
 
@@ -139,7 +139,7 @@ def test_small_bites(start: Start, tmp_path: Path) -> None:
 
 
 def test_one_is_lost(start: Start, tmp_path: Path) -> None:
-    """A process that is killed ends the run, which says so; the same command goes on with the same losses."""
+    """A killed process ends the run with an error; the same command resumes it with the same losses."""
     finish(start("whole", 2, steps=SIGNALLED_STEPS))
 
     run = start("parts", 2, steps=SIGNALLED_STEPS, save_every=1)

@@ -75,7 +75,7 @@ class TestAnswers:
         torch.testing.assert_close(found.value, terms.mean() * temperature**2, rtol=1e-4, atol=1e-5)
 
     def test_of_one_label(self, temperature: float) -> None:
-        """A softmax of one is certain of everything: it is told by its sigmoid."""
+        """A softmax over one label is always 1, so a head with one label uses its sigmoid."""
         head = CLASSES.model_copy(update={"labels": ("relevant",)})
         found = distillation.logits_loss(
             head, logits(4, 1), logits(4, 1, seed=1), Batch([], []), temperature
@@ -198,7 +198,7 @@ def test_similarities_of_a_batch() -> None:
     assert distillation.similarity_loss(ours[:1], theirs[:1]).value == 0
 
 
-# -- whom to ask ------------------------------------------------------------------------------------------------------
+# -- the teachers ------------------------------------------------------------------------------------------------------
 
 
 def teacher(tokenizer_file: Path, **heads: Head) -> Teacher:
@@ -270,7 +270,7 @@ def test_any_teacher_has_vectors(tokenizer_file: Path) -> None:
 
 
 def test_in_what_tokenizers_differ(tokenizer_file: Path, documents: list[list[str]]) -> None:
-    """Vocabulary, normalisation, how words are found, what stands around a text; or in nothing."""
+    """Vocabulary, normalization, word splitting, special tokens; or no difference."""
     texts = [text for document in documents for text in document]
     ours = load_tokenizer(tokenizer_file)
     assert distillation.tokenizer_difference(ours, load_tokenizer(tokenizer_file)) == ""
@@ -332,7 +332,7 @@ def test_a_lesson_replaces_words_before_both_read_them(tokenizer_file: Path) -> 
 
 
 def test_from_the_teacher_to_the_labels(tokenizer_file: Path) -> None:
-    """What the labels count rises from nothing to all, and what the teacher's answers count falls (BAM)."""
+    """The weight of the labels rises from 0 to 1, and the weight of the teacher falls (BAM)."""
     answers = distillation.match_teacher_head(
         teacher(tokenizer_file, mood=CLASSES), "mood", CLASSES
     )
@@ -354,13 +354,36 @@ def test_from_the_teacher_to_the_labels(tokenizer_file: Path) -> None:
 
 
 def test_labels_alone_are_not_annealed(tokenizer_file: Path) -> None:
-    """A head without a teacher, beside others that have one."""
+    """A head without a teacher, next to heads with a teacher."""
     student = EncoderWithHeads(shape(vocab_size=200), {"mood": CLASSES}).eval()
     taught, drawn = lesson(None)
     teaching = DistillationObjective(student, [taught], {}, {"labels": 1.0}, anneal=True)
     assert {
         name: weight for name, (weight, _) in teaching(student, taught, drawn, {}, 0.0).items()
     } == {"mood": 1.0}
+
+
+def test_sparse_weights_are_regularized_by_progress() -> None:
+    """The regularizer is a loss of its own, whose weight rises with the progress; it counts by the labels' weight."""
+    settings = tasks.HeadSettings("sparse-embedding", [], flops=0.5, flops_ramp=0.5)
+    head = tasks.describe(settings, [], hidden_size=32, vocab_size=200)
+    encoder = Encoder(load_tokenizer(FILE[0]), 32)
+    encodings = tuple(
+        one.windows[0] for one in encoder.texts(["Ada drew a comet.", "Emmy forgot."])
+    )
+    rows = [tasks.Example(encodings, np.asarray(score, np.float32)) for score in (0.1, 0.9)]
+    (stream,) = tasks.streams("weights", settings, head, rows)
+    taught, drawn = TrainingTask(stream, {"weights": None}), stream.batch((1, 0), 0)
+    student = EncoderWithHeads(shape(vocab_size=200), {"weights": head}).eval()
+    objective = DistillationObjective(student, [taught], {}, {"labels": 2.0})
+    for progress, weight in ((0.0, 0.0), (0.25, 0.25), (1.0, 1.0)):
+        parts = objective(student, taught, drawn, {}, progress)
+        assert {"weights/cosent": 2.0, "weights/cosent/flops": weight} == {
+            name: found for name, (found, _) in parts.items()
+        }
+    (logits,) = distillation.run_batch(student, drawn.encodings, ["weights"]).outputs.values()
+    expected = torch.log1p(logits.clamp(min=0)).mean(dim=0).square().sum()
+    torch.testing.assert_close(parts["weights/cosent/flops"][1].value, expected)
 
 
 def test_columns_are_compared_by_their_labels(tokenizer_file: Path) -> None:
@@ -407,7 +430,7 @@ def test_hidden_states_are_those_of_the_layers(tokenizer_file: Path) -> None:
 
 
 def test_relations_are_those_of_the_layer(tokenizer_file: Path) -> None:
-    """The student's last, and the teacher's that is asked for, of a batch as it is packed."""
+    """The last layer of the student and the selected layer of the teacher, for a packed batch."""
     asked = teacher(tokenizer_file)
     student = EncoderWithHeads(shape(vocab_size=200, hidden_size=16), {"mood": CLASSES}).eval()
     taught, drawn = lesson(None, asked)
@@ -428,7 +451,7 @@ def test_relations_are_those_of_the_layer(tokenizer_file: Path) -> None:
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_family_shows_its_projections(model_type: str, tokenizer_file: Path) -> None:
-    """One of each layer, in order, as often as it is passed through; and nobody looks on afterwards."""
+    """One projection of each layer, in order, for each forward pass; afterwards no hook is left."""
     family = FAMILIES[model_type]
     fields = {
         "vocab_size": 200,

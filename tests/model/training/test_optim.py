@@ -213,7 +213,7 @@ def test_precision_of_a_gpu(
 
 
 def test_dropout_follows_seed_and_step() -> None:
-    """What torch draws at a step is the same each time, and other at another step or seed."""
+    """Random numbers of a step are the same in each run, and differ between steps and seeds."""
 
     def drawn(seed: int, step: int) -> float:
         optim.seed_dropout(seed, step)
@@ -224,7 +224,7 @@ def test_dropout_follows_seed_and_step() -> None:
 
 
 def test_steep_losses_weigh_no_more() -> None:
-    """Of each loss the part that is asked about has the norm that was asked for; the rest goes with it."""
+    """The part of each loss in the shared encoder has the requested norm; other parts are scaled with it."""
     trunk, first, second = parameters = [nn.Parameter(torch.ones(2)) for _ in range(3)]
 
     optim.add_normalized_gradients(1000 * (trunk[0] + 2 * first[1]), parameters, 1.0, [trunk])

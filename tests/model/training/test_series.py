@@ -13,7 +13,7 @@ def test_a_short_run_is_exact() -> None:
 
 
 def test_a_long_run_is_bounded() -> None:
-    """Of many values a bounded number of means remains, with the mean of all, also when it is restored on the way."""
+    """A series keeps a bounded number of means, and the mean of all values, also after it is restored."""
     series = Series()
     for step in range(8 * MOST_POINTS):
         series.add(step, float(step % 100))

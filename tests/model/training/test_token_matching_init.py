@@ -25,7 +25,7 @@ def encoder_of(model_type: str, **fields: Any) -> Any:
 
 
 def first_maps(encoder: Any) -> Tensor:
-    """Who looks at whom in the first layer, `[N, S, S]`."""
+    """The attention weights of the first layer, `[N, S, S]`."""
     ids, none = np.arange(LENGTH), np.zeros(LENGTH, dtype=np.int64)
     ids[TWICE[1]] = ids[TWICE[0]]
     offsets = np.zeros((LENGTH, 2), dtype=np.int32)
@@ -50,7 +50,7 @@ def test_half_of_the_heads_look_at_equal_tokens(model_type: str) -> None:
 
 
 def test_values_and_later_layers_stay() -> None:
-    """It changes what is asked, in the layers that it is told; the seed decides how."""
+    """It changes the selected matrices, in the selected layers; the seed decides how."""
     encoders = [encoder_of("nomic_bert") for _ in range(4)]
     for encoder, seed in zip(encoders[1:], (1, 1, 2), strict=True):
         init_token_matching(encoder, 2, seed)
@@ -89,7 +89,7 @@ def test_an_encoder_that_cannot_is_refused(
         init_token_matching(encoder, layers, seed=1)
 
 
-def test_nothing_is_asked_of_layers_that_are_none() -> None:
+def test_missing_layers_are_not_captured() -> None:
     """Any family may have none."""
     encoder = encoder_of("bert")
     init_token_matching(encoder, 0, seed=1)

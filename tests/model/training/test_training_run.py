@@ -42,7 +42,7 @@ Refused = Callable[..., str]
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refused:
-    """What is said of arguments with which nothing can begin."""
+    """The error message for arguments with which no run can begin."""
 
     def said(*arguments: str) -> str:
         with pytest.raises(SystemExit, match="2"):
@@ -86,7 +86,7 @@ class TestSettings:
         assert read(monkeypatch, str(path), "--pairs", "false").pairs is False
 
     def test_command_line_wins(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        """What the command line says replaces what the file says."""
+        """The command line overrides the file."""
         path = tmp_path / "run.toml"
         path.write_text('output = "runs/a"\nsteps = 7\nlr = 0.5\n')
 
@@ -95,7 +95,7 @@ class TestSettings:
     def test_a_file_that_extends_another(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        """It says what differs, in its tables, too; lists are replaced. The other is beside it, and may do the same."""
+        """It contains only differences, also within tables; lists are replaced. The base may extend a third file."""
         (tmp_path / "first.toml").write_text(
             'output = "runs/a"\nsteps = 7\nlr = 0.5\nfiles = ["a", "b"]\n'
             "[tables.one]\nsize = 1\nrate = 2\n[tables.two]\nsize = 3\n"

@@ -1,4 +1,4 @@
-"""What an administrator says over HTTP becomes an order, whole and checked, with the name of who gave it."""
+"""An administrator's HTTP request becomes a validated command with the name of the administrator's key."""
 
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -21,7 +21,7 @@ from tests.service.fakes import FakeEngine, FakeEngines
 
 @pytest.fixture
 async def admin(client_with: Callable[..., Any]) -> AsyncIterator[httpx.AsyncClient]:
-    """Who has the key that is called ops."""
+    """An administrator, whose key is called ops."""
     key = make_key()
     async with client_with(keys={"ops": Key(sha256=digest(key).hex(), may=("admin",))}) as client:
         client.headers["Authorization"] = f"Bearer {key}"
@@ -133,10 +133,10 @@ async def test_refusals_come_through(
     assert (error.status, error.body) == (response.status_code, response.json())
 
 
-async def test_without_keys_nobody_administers(
+async def test_without_keys_there_is_no_administration(
     client: httpx.AsyncClient, engines: FakeEngines
 ) -> None:
-    """Who can reach a service may ask it, not change it."""
+    """Without keys, every client may send inference requests, and none may change the models."""
     response = await client.post("/admin/models", json={"path": "a"})
     assert (403, "forbidden") == (response.status_code, response.json()["error"]["code"])
     assert [] == engines.commands

@@ -58,18 +58,18 @@ async def test_what_was_opened_is_logged(app: FastAPI, lines: list[EventDict]) -
     assert lines == [{**opened, "runs": FakeEngine.fingerprint}]
 
 
-async def test_a_failed_start_is_told_in_one_line() -> None:
-    """The server hears why, without a traceback."""
+async def test_a_failed_start_is_logged_in_one_line() -> None:
+    """The server gets the reason, without a traceback."""
 
     @asynccontextmanager
     async def fail(_: Settings) -> AsyncIterator[FakeEngines]:
-        raise BundleError("bundles/x", "no such bundle directory")
+        raise BundleError("bundles/x", "the bundle directory does not exist")
         yield
 
     assert await live(create_app(Settings(), fail, Metrics())) == [
         {
             "type": "lifespan.startup.failed",
-            "message": "cannot start: bundles/x: no such bundle directory",
+            "message": "cannot start: bundles/x: the bundle directory does not exist",
         }
     ]
 
@@ -86,7 +86,7 @@ async def test_it_is_not_ready_before_it_starts(app: FastAPI) -> None:
 
 
 async def test_it_is_unready_from_the_signal_on(client: httpx.AsyncClient, app: FastAPI) -> None:
-    """Draining, it sends probes away and answers who is there."""
+    """While it drains, readiness is 503 and requests are answered."""
     app.state.service.draining = True
     ready = await client.get("/health/ready")
     assert (ready.status_code, ready.json()["error"]["code"]) == (503, "draining")
@@ -151,14 +151,32 @@ async def test_other_methods_are_not_allowed(
     assert method == "HEAD" or response.json()["error"]["code"] == "method_not_allowed"
 
 
-@pytest.mark.parametrize("path", ["/", "/docs", *(f"/static/{name}" for name in PAGE_FILES)])
+SWAGGER_UI = ("swagger-ui-bundle.js", "swagger-ui.css")
+STATIC = [f"/static/{name}" for name in (*PAGE_FILES, *SWAGGER_UI)]
+
+
+async def test_only_the_documentation_page_may_set_styles_inline(client: httpx.AsyncClient) -> None:
+    """Swagger UI needs inline styles and data URLs of images; every other page is stricter."""
+    policies = {
+        path: (await client.get(path)).headers["Content-Security-Policy"]
+        for path in ("/", "/docs", *STATIC)
+    }
+
+    assert {"/docs"} == {path for path, policy in policies.items() if "unsafe" in policy}
+    assert {"/docs"} == {path for path, policy in policies.items() if "data:" in policy}
+    assert {"/docs"} == {path for path, policy in policies.items() if "trusted-types" not in policy}
+    assert "script-src 'self';" in policies["/docs"]
+
+
+@pytest.mark.parametrize("path", ["/", "/docs", *STATIC])
 async def test_pages_may_load_nothing_from_outside(client: httpx.AsyncClient, path: str) -> None:
-    """Each page is served, and forbids the browser what is not ours."""
+    """The service serves each page, and the page may load files from its own origin only."""
     response = await client.get(path)
     assert response.status_code == 200
     policy = response.headers["Content-Security-Policy"].split("; ")
     assert "default-src 'none'" in policy
     assert {part.split()[1] for part in policy if "-src" in part} == {"'none'", "'self'"}
+    assert not [part for part in policy if re.search(r"https?:|\*", part)]
     assert "frame-ancestors 'none'" in policy
     assert response.headers["X-Content-Type-Options"] == "nosniff"
     assert response.headers["Cross-Origin-Resource-Policy"] == "same-origin"
@@ -182,7 +200,7 @@ async def test_pages_may_load_nothing_from_outside(client: httpx.AsyncClient, pa
     ],
 )
 async def test_no_path_leads_out_of_the_pages(app: FastAPI, path: str) -> None:
-    """Whatever a client writes; a client library would mend such paths, so they go straight to the application."""
+    """No path leads out, however it is written. Client libraries normalize paths, so these go straight to the app."""
     assert await get_status(app, path) == 404
 
 
@@ -226,7 +244,7 @@ def test_pages_refer_to_nothing_outside(name: str) -> None:
 
 
 async def test_an_unchanged_page_is_not_sent_again(client: httpx.AsyncClient) -> None:
-    """A browser that has the page is told so."""
+    """A browser with the current page gets 304."""
     etag = (await client.get("/docs")).headers["ETag"]
     assert (await client.get("/docs", headers={"If-None-Match": etag})).status_code == 304
 
@@ -266,7 +284,7 @@ async def test_pages_of_others_may_ask_nothing(client_with: Connect, settings: A
 
 
 async def test_pages_of_named_origins_may_ask(client_with: Connect) -> None:
-    """Preflights need no key, and a page can read what it is told, refusals too."""
+    """Preflights need no key, and a page can read the responses, also refusals."""
     async with client_with(cors_origins=[ORIGIN], keys=KEYS) as client:
         preflight = await client.options("/embed", headers=PREFLIGHT)
         refused = await client.post("/embed", json={"inputs": "a"}, headers={"Origin": ORIGIN})

@@ -75,7 +75,7 @@ async def test_a_bomb_is_refused_as_soon_as_it_is_too_large() -> None:
 
 
 async def test_what_inflates_to_nothing_is_too_large_in_the_end() -> None:
-    """A stream may go on for ever and say nothing; what comes of it is counted, too."""
+    """A stream without output may continue for ever, so its compressed bytes are counted, too."""
     stream = Inflater("gzip")
     parts = [GZIP[:HEADER_BYTES], *[EMPTY_BLOCK] * 1000]
     assert b"" == b"".join(piece for part in parts for piece in stream.feed(part))
@@ -93,7 +93,7 @@ async def test_the_very_limit_may_be_inflated() -> None:
 async def test_a_torn_stream_is_a_bad_request() -> None:
     """Wherever it ends too soon."""
     for end in range(len(GZIP)):
-        with pytest.raises(BadRequest, match="ends before its gzip stream does"):
+        with pytest.raises(BadRequest, match="ends before the end of its gzip stream"):
             await read(GZIP[:end])
 
 
@@ -115,7 +115,7 @@ async def test_a_corrupt_stream_is_a_bad_request() -> None:
 async def test_what_goes_on_behind_its_stream_is_a_bad_request(rest: bytes) -> None:
     """One stream is one body; thousands of empty ones would be work for nothing."""
     for parts in ((GZIP + rest,), (GZIP, rest)):
-        with pytest.raises(BadRequest, match="goes on behind its gzip stream"):
+        with pytest.raises(BadRequest, match="continues after its gzip stream"):
             await read(*parts)
 
 

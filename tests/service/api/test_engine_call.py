@@ -14,13 +14,13 @@ def service() -> Service:
 
 
 def test_there_are_no_engines_before_they_are_open(service: Service) -> None:
-    """A request before the start is told to come back."""
+    """A request before the start gets 503 with `Retry-After`."""
     with pytest.raises(NotReady, match="being opened"):
         service.open_engines()
 
 
 def test_there_are_no_engines_after_they_are_closed(service: Service) -> None:
-    """A request after the end is told that this server goes."""
+    """A request after the end gets 503 without a time to retry."""
     service.draining = True
     with pytest.raises(Draining):
         service.open_engines()
@@ -56,6 +56,6 @@ def test_a_timeout_is_a_whole_number(service: Service, header: str) -> None:
     assert caught.value.param == "X-Request-Timeout-Ms"
 
 
-def test_stages_are_told_in_milliseconds() -> None:
+def test_stages_are_reported_in_milliseconds() -> None:
     """The header has the form of the Server Timing specification."""
     assert server_timing(encode=0.0012, total=1.5) == "encode;dur=1.200, total;dur=1500.000"

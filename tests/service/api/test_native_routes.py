@@ -63,7 +63,7 @@ def error_of(response: httpx.Response) -> tuple[int, str, str | None]:
 
 
 async def test_classify_answers_with_labels(client: Client) -> None:
-    """A list of labels for each input, and who gave them at what cost."""
+    """The response has a list of labels for each input, the model, the head and the usage."""
     response = await client.post("/classify", json={"inputs": ["a", "b"], "top_k": 1})
     assert response.json() == {
         "model": "tiny@1",
@@ -73,7 +73,7 @@ async def test_classify_answers_with_labels(client: Client) -> None:
     }
 
 
-async def test_classify_asks_what_it_was_asked(client: Client, engine: FakeEngine) -> None:
+async def test_classify_sends_its_texts(client: Client, engine: FakeEngine) -> None:
     """Every field reaches the engine."""
     body = {
         "inputs": "a",
@@ -167,7 +167,7 @@ async def test_embed_passes_its_options(client: Client, engine: FakeEngine) -> N
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"prompt": "", "prompt_name": "query"}, "give prompt or prompt_name, not both"),
+        ({"prompt": "", "prompt_name": "query"}, "send prompt or prompt_name, not both"),
         ({"prompt": "a" * 2049}, "prompt: must have at most 2048 characters"),
         ({"input_type": "passage"}, "input_type: must be one of 'query' or 'document'"),
         ({"output_dtype": "int4"}, "output_dtype: must be one of 'float', 'int8', 'uint8', 'bin"),
@@ -287,7 +287,7 @@ async def test_rerank_by_vectors_of_tokens(client: Client, engine: FakeEngine) -
 
 
 async def test_documents_that_fail_are_not_ranked(client: Client, engine: FakeEngine) -> None:
-    """They are in `errors`; without the vector of the query, nothing can be ranked."""
+    """They are in `errors`; if the query fails, the request fails."""
     engine.bad = {1: errors.InvalidInput("too long", param="documents[1]")}
     body = {"query": "q", "documents": ["a", "b", "c"], "on_error": "null"}
     content = (await client.post("/rerank", json=body)).json()
@@ -308,7 +308,7 @@ async def test_similarity_answers_with_cosines(client: Client, engine: FakeEngin
     assert engine.asked == Similarity(source="q", texts=["a", "b"], truncate="window", stride=8)
 
 
-async def test_zero_shot_asks_what_it_was_asked(client: Client, engine: FakeEngine) -> None:
+async def test_zero_shot_sends_its_labels(client: Client, engine: FakeEngine) -> None:
     """Every field reaches the engine."""
     body = {
         "inputs": ["a"],
@@ -565,10 +565,10 @@ async def test_metrics_are_text(client: Client) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(BODIES.keys() - {"/rerank"}))
-async def test_bad_inputs_are_null_when_asked_for(
+async def test_bad_inputs_are_null_with_on_error_null(
     client: Client, engine: FakeEngine, path: str
 ) -> None:
-    """They are named, by their indices, with codes and reasons; without bad ones, nobody is."""
+    """`errors` has their indices, codes and reasons; without bad inputs it is empty."""
     body = {**several(path), "on_error": "null"}
     name = "embeddings" if path.startswith("/embed") else "results"
     fine = (await client.post(path, json=body)).json()
@@ -586,10 +586,10 @@ async def test_bad_inputs_are_null_when_asked_for(
 
 
 @each_task
-async def test_bad_inputs_fail_the_request_unless_asked_for(
+async def test_bad_inputs_fail_the_request_by_default(
     client: Client, engine: FakeEngine, path: str
 ) -> None:
-    """Which the engine is told, and then there are no errors to be named in an answer."""
+    """The engine gets this option, and the response then has no `errors`."""
     answer = await client.post(path, json=BODIES[path] | {"on_error": "fail"})
     assert "errors" not in answer.json()
     assert engine.ticket is not None

@@ -36,7 +36,7 @@ def lines_of(response: httpx.Response) -> list[dict[str, Any]]:
         ("application/x-ndjson-seq", False),
     ],
 )
-def test_who_wants_lines_says_so(accept: str, lines: bool) -> None:
+def test_the_accept_header_selects_ndjson(accept: str, lines: bool) -> None:
     """One JSON object is the default, also where anything is accepted."""
     assert lines is wants_lines(accept)
 
@@ -86,7 +86,7 @@ async def test_a_proxy_is_to_pass_each_line_on(client: httpx.AsyncClient) -> Non
 async def test_bad_inputs_have_lines_and_are_named_at_the_end(
     client: httpx.AsyncClient, engine: FakeEngine
 ) -> None:
-    """A line with null, when asked for so, and its reason where one object would have it."""
+    """With `on_error: null` a bad input has a line with null, and its reason in the last line."""
     engine.bad = {0: errors.InvalidInput("too long")}
     body = {"inputs": ["a", "b"], "on_error": "null"}
     whole = (await client.post("/ner", json=body)).json()
@@ -98,7 +98,7 @@ async def test_bad_inputs_have_lines_and_are_named_at_the_end(
 
 
 async def test_vectors_in_lines_may_be_base64(client: httpx.AsyncClient) -> None:
-    """What a body asks for holds for each line."""
+    """The options of a body apply to each line."""
     body = {"inputs": "a", "encoding_format": "base64"}
     first, _ = lines_of(await client.post("/embed", json=body, headers=IN_LINES))
     assert isinstance(first["embedding"], str)
@@ -148,7 +148,7 @@ async def test_our_bugs_are_logged(
 async def test_lines_leave_before_the_answer_is_whole(
     app: FastAPI, engine: FakeEngine, lines: list[EventDict]
 ) -> None:
-    """A line is sent when its result is there; who hangs up then takes the rest of the work along, and pays for it."""
+    """A line is sent when its result is ready; a disconnect cancels the other inputs, and the work done is charged."""
     engine.hold = asyncio.Event()
     gone = asyncio.Event()
     sent: asyncio.Queue[Message] = asyncio.Queue()

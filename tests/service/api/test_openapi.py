@@ -92,7 +92,7 @@ def test_a_key_is_declared_where_one_may_be_needed(document: dict[str, Any]) -> 
 
 
 def test_an_order_may_be_refused_for_its_body(document: dict[str, Any]) -> None:
-    """As a task's may: for how it is compressed, and for want of room."""
+    """The document declares 415 for its encoding, and 429 for too many bodies."""
     responses = document["paths"]["/admin/models"]["post"]["responses"]
     assert "`unsupported_encoding`" in responses["415"]["description"]
     assert "`overloaded`" in responses["429"]["description"]
@@ -247,5 +247,5 @@ def test_routes_are_named_after_their_functions(document: dict[str, Any]) -> Non
     [(schema, body) for schema in REQUESTS.values() for body in EXAMPLES[schema].values()],
 )
 def test_examples_are_valid(schema: type[Request], body: object) -> None:
-    """Who copies an example is answered."""
+    """Every example is a valid request."""
     assert parse(schema, body, 8).size > 0

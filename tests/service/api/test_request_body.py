@@ -91,7 +91,7 @@ async def test_a_body_is_late_by_the_limit_that_is_nearer(
 
 
 async def test_chunks_become_one_body() -> None:
-    """A body may arrive in pieces, each of which is told of."""
+    """A body may arrive in chunks, and the callback gets the size of each."""
     taken: list[int] = []
     assert await read(chunk(b'{"a":', more=True), chunk(b"1}"), take=taken.append) == {"a": 1}
     assert [5, 2] == taken
@@ -136,7 +136,7 @@ async def test_other_types_are_refused_unread(headers: dict[str, str], param: st
     ids=["empty", "cut", "nan", "infinite", "lone-surrogate", "not-utf8", "deep"],
 )
 async def test_what_is_no_json_is_a_bad_request(body: bytes, message: str) -> None:
-    """Malformed bodies are the client's fault, and it is told where."""
+    """A malformed body is the client's fault, and the message has the position."""
     with pytest.raises(BadRequest, match=message):
         await read(chunk(body), max_bytes=5000, max_parts=5000)
 
@@ -170,8 +170,8 @@ async def test_a_body_of_the_very_limit_is_read() -> None:
     ],
 )
 async def test_a_body_of_many_parts_is_too_large(body: bytes, parts: int) -> None:
-    """Its strings, commas, colons and opening brackets are counted, and nothing that stands in a string."""
-    with pytest.raises(TooLarge, match="more values than any request has"):
+    """Strings, commas, colons and opening brackets are counted, except within strings."""
+    with pytest.raises(TooLarge, match="more values than any valid request"):
         await read(chunk(body), max_parts=parts - 1)
     if len(body) > parts:
         check_parts(body, parts)
@@ -240,7 +240,7 @@ async def test_a_failure_is_passed_on() -> None:
     [((GONE,), 5.0, ClientDisconnected), ((), 0.01, DeadlineExceeded), ((), -1, DeadlineExceeded)],
     ids=["client-leaves", "deadline-passes", "deadline-has-passed"],
 )
-async def test_work_that_nobody_waits_for_is_cancelled(
+async def test_work_without_a_client_is_canceled(
     messages: tuple[Message, ...], patience_s: float, error: type[Exception]
 ) -> None:
     """When the client goes or the time is up, the work is cancelled before the error is raised."""
@@ -250,8 +250,8 @@ async def test_work_that_nobody_waits_for_is_cancelled(
     assert work.cancelled
 
 
-async def test_a_server_that_tells_who_left_is_not_asked() -> None:
-    """It hears of a connection that is lost before `receive` could be awaited."""
+async def test_a_server_that_reports_disconnects_is_not_polled() -> None:
+    """It detects a connection that was lost before `receive` could be awaited."""
     work, leaving = Work(), asyncio.get_running_loop().create_future()
 
     async def receive() -> Message:
@@ -267,8 +267,8 @@ async def test_a_server_that_tells_who_left_is_not_asked() -> None:
     assert work.cancelled
 
 
-async def test_a_task_that_is_cancelled_beside_its_deadline_is_cancelled() -> None:
-    """Whoever cancelled it waits for that; a deadline alone leaves the task as it was."""
+async def test_a_task_canceled_at_its_deadline_is_canceled() -> None:
+    """The canceling code waits for the task; a deadline alone leaves the task as it was."""
 
     async def work(others: int) -> None:
         with TaskTimeout(60, DeadlineExceeded) as limit:

@@ -62,7 +62,7 @@ def test_every_bad_index_is_named() -> None:
     assert (message, param) == ("inputs[1], inputs[3]: must be a string", "inputs[1]")
 
 
-def test_every_fault_of_a_body_is_told_at_once() -> None:
+def test_every_fault_of_a_body_is_reported_at_once() -> None:
     """One answer says all that is wrong."""
     message, _ = refused(ClassifyRequest, {"inputs": [7], "top_k": 0, "topk": 1})
     assert message == (
@@ -82,7 +82,7 @@ def test_of_many_unknown_fields_some_are_named() -> None:
 
 
 def test_a_question_has_so_many_answers() -> None:
-    """Nobody reads more, and each of them costs."""
+    """A question has a limited number of answers, because each of them costs time."""
     message, _ = refused(QaRequest, {**PAIR, "top_k": 101})
     assert message == "top_k: must be at most 100"
 
@@ -162,7 +162,7 @@ def test_a_question_comes_alone_or_in_a_list() -> None:
         ({}, "question and context: required", "question"),
         ({"question": "Who?"}, "context: required", "context"),
         ({**PAIR, "context": " \n"}, "context: must not be empty", "context"),
-        ({"inputs": [PAIR], "question": "a"}, "give question and context, or inputs, not both", "inputs"),
+        ({"inputs": [PAIR], "question": "a"}, "send question and context, or inputs, not both", "inputs"),
         ({"inputs": []}, "inputs: must not be empty", "inputs"),
         ({"inputs": "a"}, "inputs: must be a list", "inputs"),
         ({"inputs": [PAIR, 1]}, "inputs[1]: must be an object", "inputs[1]"),

@@ -127,7 +127,7 @@ class TestLoad:
             np.testing.assert_array_equal(getattr(loaded.golden, field), getattr(GOLDEN, field))
 
     def test_manifest(self, folder: Path) -> None:
-        """The manifest says who it is, which precisions it has and which files it answers for."""
+        """The manifest has the bundle's id, its precisions and the files that it hashes."""
         manifest = bundle.load(folder).manifest
 
         assert manifest.id == "quartet-test@1.0"
@@ -156,8 +156,8 @@ class TestLoad:
         """A path where nothing is, or a file, is no bundle."""
         (tmp_path / "file").touch()
 
-        assert refusal(tmp_path / "none") == "no such bundle directory"
-        assert refusal(tmp_path / "file") == "no such bundle directory"
+        assert refusal(tmp_path / "none") == "the bundle directory does not exist"
+        assert refusal(tmp_path / "file") == "the bundle directory does not exist"
 
     def test_no_manifest(self, tmp_path: Path) -> None:
         """A directory without a manifest is no bundle."""
@@ -475,7 +475,7 @@ class TestFiles:
                 assert "packed.onnx reads b'other.bin'" in refusal(folder)
 
     def test_other_files(self, folder: Path) -> None:
-        """Files that the manifest does not know, a model card say, are let be."""
+        """Files that the manifest does not name, such as a model card, are ignored."""
         (folder / "README.md").write_text("A card.")
 
         assert bundle.load(folder).manifest.name == "quartet-test"
@@ -584,7 +584,7 @@ class TestCheckGoldens:
         assert reason == expected
 
     def test_no_rows(self) -> None:
-        """Outputs without rows agree, as those of a fill-mask head without a mask token."""
+        """Outputs without rows agree, such as the outputs of a fill-mask head without a mask token."""
         none = np.zeros((0, 4), np.float32)
 
         assert 0 == bundle.deviation(none, none)
@@ -647,7 +647,7 @@ class TestCheckGoldens:
         [([1, 0], [2, 0], 1), ([1, 0], [0, 3], 0), ([0, 0], [0, 0], 1), ([0, 0], [1, 0], 0)],
     )
     def test_cosine_of(self, a: list[float], b: list[float], expected: float) -> None:
-        """A cosine goes by direction; a zero is like a zero and like nothing else."""
+        """A cosine depends on directions only; a zero vector equals zero vectors only."""
         found = bundle.cosine(np.array(a, np.float32), np.array(b, np.float32))
 
         assert found == pytest.approx(expected)
@@ -661,7 +661,7 @@ def write_and_fail(path: Path, error: type[BaseException], replace: bool = False
 
 class TestWriting:
     def test_success(self, tmp_path: Path) -> None:
-        """What was written is there under its name, for all to read, and nothing else is."""
+        """The written files have their final name and are readable for all; there are no other files."""
         with bundle.writing(tmp_path / "new" / "b") as folder:
             save(folder, write(folder))
             assert not (tmp_path / "new" / "b").exists()
@@ -681,7 +681,7 @@ class TestWriting:
     def test_existing(self, folder: Path) -> None:
         """What exists is not overwritten unasked."""
         with (
-            pytest.raises(FileExistsError, match="exists; give another name"),
+            pytest.raises(FileExistsError, match="exists; choose another path"),
             bundle.writing(folder),
         ):
             raise AssertionError("nothing is written")
@@ -700,7 +700,9 @@ class TestWriting:
         """Not a directory of bundles, and not a file: neither loses anything."""
         for path in (folder.parent, folder / "golden.npz"):
             with (
-                pytest.raises(FileExistsError, match="is no bundle, having no manifest"),
+                pytest.raises(
+                    FileExistsError, match="it is not a bundle, because it has no manifest"
+                ),
                 bundle.writing(path, replace=True),
             ):
                 raise AssertionError("nothing is written")
@@ -743,7 +745,7 @@ class TestWriting:
         assert [path.name for path in folder.parent.iterdir()] == ["b"]
 
     def test_link(self, folder: Path, tmp_path: Path) -> None:
-        """Where the name is a link, what it stands for is replaced."""
+        """If the path is a link, its target is replaced."""
         (tmp_path / "current").symlink_to(folder)
         with bundle.writing(tmp_path / "current", replace=True) as new:
             (new / "only.txt").write_text("new")
@@ -767,7 +769,7 @@ class TestWriting:
 class TestSwap:
     @pytest.mark.parametrize("replaced", [False, True])
     def test_after_one_that_was_cut_off(self, folder: Path, replaced: bool) -> None:
-        """What it left, be the new directory in its place already or not yet, is in nobody's way."""
+        """After an interrupted replacement, the next one succeeds, whether or not the new directory was in place."""
         old = shutil.copytree(folder, folder.with_name("b.new.old"))
         if not replaced:
             shutil.rmtree(folder)
@@ -804,7 +806,7 @@ class TestHead:
 
 
 def test_texts_are_those_of_the_bundle(tiny_bundle: Path, tmp_path: Path) -> None:
-    """Who reads texts elsewhere gets the tokenizer that was checked, or nobody does."""
+    """Other readers of texts get the verified tokenizer, or none."""
     copy = shutil.copytree(tiny_bundle, tmp_path / "copy")
     loaded = bundle.load(copy)
     texts = bundle.read_texts(loaded)

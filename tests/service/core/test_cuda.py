@@ -96,7 +96,7 @@ def test_has_gpu(driver: FakeDriver) -> None:
 
 @pytest.mark.usefixtures("driver")
 def test_no_gpu_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the runtime's CPU build there is none, whatever the driver reports."""
+    """The CPU build of ONNX Runtime finds no GPU, independent of the driver."""
 
     def missing(name: str) -> str:
         raise metadata.PackageNotFoundError(name)

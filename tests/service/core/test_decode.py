@@ -339,7 +339,7 @@ class TestNer:
         ],
     )
     def test_strategies(self, strategy: str, expected: list[tuple[str, str]]) -> None:
-        """Tokens stand alone, join by type, or follow the first token of their word."""
+        """Tokens are separate results, are joined by type, or have the label of their word's first token."""
         words = ["Ada", "Love|lace", "Bob", "ran"]
         encoding = encode(words)
         logits = one_hot(encoding, "B-PER", "I-PER", "I-LOC", "B-PER", "O")
@@ -543,7 +543,7 @@ class TestQa:
         top_k: int,
         null_threshold: float | None,
     ) -> None:
-        """Answers, scores and their order are those of trying every pair of tokens."""
+        """Answers, scores and their order equal the results of trying every pair of tokens."""
         encoding, context = encode(words, sequence=1), join(words)
         windows, parts = cut(
             encoding,
@@ -603,7 +603,7 @@ class TestQa:
         assert answers == [AnswerSpan("a", 1 / 16, 0, 1), AnswerSpan("b", 1 / 16, 2, 3)]
 
     def test_equal_scores(self) -> None:
-        """Answers with equal scores come in text order, whichever window they are from."""
+        """Answers with equal scores come in text order, from every window."""
         encoding = encode(["a", "b", "c"], sequence=1)
         windows, logits = cut(encoding, np.zeros((7, 2), np.float32), capacity=2, stride=1)
         windows, logits = [windows[0], *windows], [logits[0].copy(), *logits]
@@ -720,7 +720,7 @@ class TestQa:
         assert [answer.answer for answer in answers] == ["a", "b", ""]
         assert answers[0].score == answers[2].score
 
-    def test_no_null_unless_asked(self) -> None:
+    def test_no_null_by_default(self) -> None:
         """The null answer does not appear by itself, however likely it is."""
         encoding = encode(["a"], sequence=1)
         logits = np.zeros((5, 2), np.float32)

@@ -451,7 +451,7 @@ class TestQuestions:
             assert len(own(encoded.windows[0], 1)) == 1
 
     def test_one_window(self, encoder: Encoder) -> None:
-        """With plain truncation there is one window, and what was cut off is said."""
+        """With plain truncation there is one window, and the encoding reports the truncation."""
         short, long = encoder.questions(["the?"] * 2, ["river", "river " * 20], truncate=True)
 
         assert [len(item.windows) for item in (short, long)] == [1, 1]
@@ -483,7 +483,7 @@ class TestOneWithEach:
     @given(prose, st.lists(prose, min_size=1, max_size=3), st.booleans())
     @example("the " * 20, ["the " * 16], True)  # each is longer than a window
     def test_cut_as_pairs(self, first: str, seconds: list[str], truncate: bool) -> None:
-        """Tokens and types are those of each pair by itself, and so are refusals."""
+        """Each pair has the tokens, types and refusals that it has alone."""
         encoder = Encoder(lettered(), 16)
 
         def separately() -> list[Cut]:

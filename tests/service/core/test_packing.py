@@ -178,7 +178,7 @@ class TestSplit:
             assert row["mood"].tolist() == [index]
 
     def test_as_many_tokens_as_sequences(self) -> None:
-        """What is per token goes by its name, not by how many rows it happens to have."""
+        """The name of an array decides whether it has a row per token, not its number of rows."""
         layout = make_layout([1, 1])
         rows = np.array([[1.0], [2.0]], np.float32)
 
@@ -206,7 +206,7 @@ class TestMaskPositions:
         assert [0, 2, 5] == mask_positions(packed, MASK).tolist()
 
     def test_at_most(self) -> None:
-        """Of each sequence only the first ones count, whatever the others have."""
+        """Only the first tokens of each sequence count."""
         many = encoding([MASK] * (MOST_MASKS + 3))
         packed = pack([many, encoding([1, MASK]), many])
 

@@ -123,7 +123,7 @@ def test_graph(asked: Any, precision: str, opened: Bundle) -> None:
 
 
 def test_default_precision(copy: Path) -> None:
-    """A bundle whose default is int8 is served so unless fp32 is asked for."""
+    """A bundle whose default is int8 is served as int8 unless the setting is fp32."""
     change_manifest(copy, lambda manifest: manifest.update(default_precision="int8"))
     session = open_session(bundle.load(copy), options=ONE_THREAD, provider="cpu")
     assert "int8" == session.graph.precision
@@ -133,7 +133,7 @@ def test_default_precision(copy: Path) -> None:
 def test_graph_of_rectangles_answers_the_same(
     layout: str, copy: Path, opened: Bundle, packed: Packed
 ) -> None:
-    """A bundle of the portable graph alone serves, by whichever layout, with the packed graph's answers."""
+    """A bundle with only the portable graph is served in both layouts, with the packed graph's results."""
     change_manifest(copy, only("portable"))
     change_manifest(copy, lambda manifest: manifest["graphs"][0].update(layout=layout))
     rectangles = open_session(bundle.load(copy), options=ONE_THREAD, provider="cpu")
@@ -168,7 +168,7 @@ def test_runs_of_a_batch(
 
 
 def test_heads_are_computed_alone_as_with_all(opened: Bundle) -> None:
-    """A run of some heads gives their outputs and no others, equal to those of a run of all."""
+    """A run of some heads returns only their outputs, equal to the outputs of a run of all heads."""
     session = open_session(opened, options=ONE_THREAD, provider="cpu")
     golden = opened.golden
     layout = make_layout(golden.lengths)
@@ -236,7 +236,7 @@ def test_threads_change_nothing(opened: Bundle, packed: Packed) -> None:
 def test_cuda_with_a_cpu_runtime(opened: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA that was asked for and cannot be ends with what to install."""
     monkeypatch.setattr(ort, "get_available_providers", lambda: [CPU])
-    line = "CUDA was asked for, but this onnxruntime has no CUDA provider: install onnxruntime-gpu"
+    line = "provider is cuda, but this onnxruntime has no CUDA provider: install onnxruntime-gpu"
     with pytest.raises(ProviderError, match=line):
         open_session(opened, provider="cuda", options=ONE_THREAD)
 
@@ -257,7 +257,7 @@ def test_auto_without_the_library(opened: Bundle) -> None:
 
 
 def test_auto_without_a_gpu_build(opened: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A runtime for the CPU serves on it, and there is nothing to say."""
+    """The CPU build of ONNX Runtime serves on the CPU without a warning."""
     monkeypatch.setattr(ort, "get_available_providers", lambda: [CPU])
     session = open_session(opened, options=ONE_THREAD)
     assert (CPU, None) == (session.provider, unused_gpu(session))
@@ -275,7 +275,7 @@ def test_cpu_is_never_in_doubt(opened: Bundle, monkeypatch: pytest.MonkeyPatch) 
 def test_auto_with_a_gpu_that_does_not_work(
     opened: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where CUDA loads and its device cannot be used, `auto` serves on the CPU and says why."""
+    """If CUDA loads but its device is not usable, `auto` serves on the CPU and logs the reason."""
     monkeypatch.setattr("service.core.session.cuda_problem", lambda: None)
     monkeypatch.setattr(ort, "get_available_providers", lambda: [CUDA, CPU])
     session = open_session(opened, options=ONE_THREAD)
@@ -353,7 +353,7 @@ def test_gpu_that_fails_a_trial_run(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = "NVIDIA H100 failed a trial run: CUDA failure 46: all CUDA-capable devices are busy or unavailable"
     assert reason == cuda_problem()
     assert CPU == find_provider("auto")
-    with pytest.raises(ProviderError, match=f"CUDA was asked for, but {reason}"):
+    with pytest.raises(ProviderError, match=f"provider is cuda, but {reason}"):
         find_provider("cuda")
 
 
@@ -379,7 +379,7 @@ def test_gpu_that_cannot_be_used(
     vars(gpu_driver).update(facts)
     with pytest.raises(ProviderError) as raised:
         find_provider("cuda")
-    assert str(raised.value).startswith(f"CUDA was asked for, but {reason}")
+    assert str(raised.value).startswith(f"provider is cuda, but {reason}")
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(ort, "InferenceSession", RUNTIME_SESSION)
         session = open_session(opened, options=ONE_THREAD)
@@ -549,7 +549,7 @@ def test_half_bundle_with_a_gpu_that_does_not_work(
 def test_half_asked_for_on_a_cpu(
     provider: Any, said: str, gpu_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Asked for by name, fp16 needs a GPU, and why there is none is told."""
+    """The setting fp16 needs a GPU, and the error has the reason why there is none."""
     monkeypatch.setattr(ort, "get_available_providers", lambda: [CPU])
     with pytest.raises(BundleError, match=said):
         open_session(

@@ -208,7 +208,7 @@ class TestWords:
 
     @given(text=texts, capacity=st.integers(3, 9))
     def test_truncated_text(self, encoder: Encoder, text: str, capacity: int) -> None:
-        """What is cut off does not change the places and words of what is left."""
+        """Truncation does not change the offsets and words of the remaining text."""
         short = Encoder(encoder.tokenizer, capacity)
         [whole], [cut] = (one.texts([text + " end" * 99])[0].windows for one in (encoder, short))
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 import pytest
@@ -19,17 +19,20 @@ import pytest_asyncio
 from numpy.typing import NDArray
 
 from service.core import bundle, decode
+from service.core.bundle import FORMAT_4_FIELDS, FORMAT_5_FIELDS, Manifest
 from service.core.encode import Cut, Encoded, Encoder, Encoding, parse_tokenizer
 from service.core.session import SessionOptions, open_session
 from service.engines import engine
 from service.engines.device import Device, RunsOn
-from service.engines.engine import HELPERS, INLINE_CHARACTERS, Engine, EngineTask, Reply, Ticket
+from service.engines.engine import INLINE_CHARACTERS, Engine, EngineTask, Reply, Ticket
 from service.engines.local_device import Runner
 from service.engines.model_state import ServedModel
-from service.errors import InferenceFailed, InvalidInput, TooLarge, UnknownHead
+from service.errors import InferenceFailed, InvalidInput, Overloaded, TooLarge, UnknownHead
 from service.observability.metrics import Metrics
 from service.processes.single_process import open_local_engines
 from service.scheduling.entries import Entry, EntryOutcome, OnOutcome, Outcome
+from service.scheduling.load import Load
+from service.scheduling.text_threads import THREADS, TextThreads
 from service.settings import Settings
 from service.tasks.classification import Classification
 from service.tasks.embedding import Embedding
@@ -73,7 +76,7 @@ def runner(tiny_bundle: Path) -> Runner:
 
 
 def outputs(runner: Runner, encoded: Encoded, head: str) -> list[NDArray[np.float32]]:
-    """What a head gives for each window, each alone."""
+    """The outputs of a head for each window, computed alone."""
     return [runner.run(1, [window])[0][head] for window in encoded.windows]
 
 
@@ -128,6 +131,34 @@ async def test_calibrated(tiny: Engine, tiny_bundle: Path, tmp_path: Path) -> No
     assert alike(before.results, same.results)
     assert not alike(before.results, scores.results)
     assert all(close(1, sum(a.score for a in labels)) for labels in scores.results)
+
+
+NEWEST = get_args(Manifest.model_fields["format_version"].annotation)[-1]
+
+
+@pytest.mark.parametrize("version", range(1, NEWEST + 1))
+async def test_bundle_of_every_released_format(
+    tiny: Engine, tiny_bundle: Path, tmp_path: Path, version: int
+) -> None:
+    """A bundle of an older format, without the fields that came later, gives the same results as the newest."""
+    folder = tmp_path / "older"
+    shutil.copytree(tiny_bundle, folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["format_version"] = version
+    records = [*manifest["graphs"], *manifest["heads"].values()]
+    later = {2: ["attention_bias"], 3: ["memory"], 4: FORMAT_4_FIELDS, 5: FORMAT_5_FIELDS}
+    for name in (name for since, names in later.items() if version < since for name in names):
+        for record in records:
+            record.pop(name, None)
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    settings = Settings(bundles=(folder,), provider="cpu", threads=1)
+    tasks = [Classification(texts=SHORT, **CLASSIFY), EntityRecognition(texts=SHORT, **NER)]
+    async with open_local_engines(Metrics(), settings) as engines:
+        older = [await engines.get(None).answer(task, ticket()) for task in tasks]
+
+    assert version == engines.get(None).manifest.format_version
+    for task, reply in zip(tasks, older, strict=True):
+        assert alike((await tiny.answer(task, ticket())).results, reply.results)
 
 
 async def test_calibrated_without_a_temperature(tiny: Engine) -> None:
@@ -209,7 +240,7 @@ async def test_qa(tiny: Engine, runner: Runner) -> None:
 
 
 async def test_embed(tiny: Engine, runner: Runner) -> None:
-    """Vectors are of length one, as the head says, or as they come when asked for so."""
+    """Vectors have length one, or the head's setting, or the request's."""
     unit = np.stack((await tiny.answer(Embedding(texts=SHORT, **EMBED), ticket())).results)
     plain = np.stack(
         (
@@ -312,7 +343,7 @@ async def test_head_of_another_task(tiny: Engine) -> None:
 
 
 async def test_too_long(tiny: Engine) -> None:
-    """Told not to cut, every text that is too long is named, and nothing is computed."""
+    """If truncation is off, the error has every text that is too long, and nothing is computed."""
     how = {**CLASSIFY, "truncate": False}
     said = r"inputs\[1\], inputs\[3\]: longer than 512 tokens"
     with pytest.raises(InvalidInput, match=said) as caught:
@@ -366,7 +397,7 @@ def engine_of(path: Path, device: Device) -> Engine:
     texts = bundle.read_texts(bundle.load(path))
     encoder = Encoder(parse_tokenizer(texts.tokenizer), texts.manifest.max_length)
     model = ServedModel("tiny@1", str(path), texts.sha256, "current", 0.0, RUNS_ON)
-    return Engine(texts, encoder, model, device)
+    return Engine(texts, encoder, model, device, TextThreads())
 
 
 def zeros(entry: Entry) -> Outcome:
@@ -388,18 +419,18 @@ async def test_entries(tiny_bundle: Path) -> None:
         told_before.append((len(submitted), tokens))
 
     engine = engine_of(tiny_bundle, device(submit))
-    asked = Ticket("r", deadline=12.5, priority=3, tenant="t", on_submit=tell)
+    asked = Ticket("r", deadline=12.5, priority=1, tenant="t", on_submit=tell)
     await engine.answer(Embedding(texts=[SHORT[0], LONG], **{**EMBED, "truncate": "window"}), asked)
     windows = [
         w for e in engine.encoder.texts([SHORT[0], LONG], truncate="window") for w in e.windows
     ]
     assert [len(window) for window in windows] == [entry.tokens for entry in submitted]
     told = {(e.bundle, e.request_id, e.deadline, e.priority, e.tenant, e.heads) for e in submitted}
-    assert {("tiny@1", "r", 12.5, 3, "t", ("embeddings",))} == told
+    assert {("tiny@1", "r", 12.5, 1, "t", ("embeddings",))} == told
 
 
-async def test_results_are_told_as_they_come(tiny_bundle: Path) -> None:
-    """An input is told of when its last window is back, whatever the order, and the reply has them all."""
+async def test_results_are_reported_as_they_come(tiny_bundle: Path) -> None:
+    """An input's result is reported when its last window is done, in any order, and the reply has all results."""
     told: list[tuple[int, float]] = []
 
     async def submit(entries: Sequence[Entry], on_outcome: OnOutcome) -> list[Outcome]:
@@ -436,10 +467,10 @@ each_task = pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
 
 
 @each_task
-async def test_told_and_returned_are_the_same(
+async def test_reported_and_returned_results_are_equal(
     task: Callable[..., EngineTask[Any]], tiny: Engine
 ) -> None:
-    """Who is told of each result hears what the others are given at the end."""
+    """The callback gets the same results as the caller gets at the end."""
     told: dict[int, Any] = {}
     work = task(texts=[*SHORT, LONG])
     plain = await tiny.answer(work, ticket())
@@ -459,7 +490,7 @@ async def test_told_and_returned_are_the_same(
 async def test_large_answers_are_decoded_in_a_thread(
     in_lines: bool, most: int, thread: str, tiny: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And told of by the event loop's."""
+    """The event loop's thread calls the callback."""
     threads, told = [], []
     monkeypatch.setattr(engine, "INLINE_TOKENS", most)
     whole = decode.embed
@@ -485,7 +516,7 @@ async def test_large_answers_are_decoded_in_a_thread(
 async def test_long_texts_are_encoded_in_a_thread(
     characters: int, thread: str, tiny: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Much text is encoded beside the event loop, which goes on serving others."""
+    """Long texts are encoded in a thread, while the event loop serves other requests."""
     threads = []
 
     def texts(self: Encoder, *arguments: Any, **named: Any) -> list[Cut]:
@@ -503,7 +534,7 @@ async def test_long_texts_are_encoded_in_a_thread(
 async def test_more_than_may_ever_wait_is_not_encoded(
     isolate_errors: bool, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a request becomes is counted part by part, and nothing of it is submitted."""
+    """The tokens of a request are counted as they are encoded, and none is submitted."""
     encoded: list[str] = []
 
     def texts(self: Encoder, texts: list[str], **named: Any) -> list[Cut]:
@@ -514,17 +545,17 @@ async def test_more_than_may_ever_wait_is_not_encoded(
     monkeypatch.setattr(Encoder, "windows", texts)
     monkeypatch.setattr(engine, "PART_CHARACTERS", 8)
     asked = Ticket("r", deadline=12.5, isolate_errors=isolate_errors)
-    with pytest.raises(TooLarge, match="27 tokens or more are more than the 20 that may ever wait"):
+    with pytest.raises(TooLarge, match="at least 27 tokens exceed max_queue_tokens, 20"):
         await engine_of(tiny_bundle, device(None, 20)).answer(
             Embedding(texts=["!!!!!!!"] * 9, **EMBED), asked
         )
     assert 3 == len(encoded)
 
 
-async def test_who_leaves_while_waiting_for_a_thread_costs_nothing(
+async def test_a_request_canceled_before_its_thread_costs_nothing(
     tiny: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Long texts of those who have gone before their turn are never encoded."""
+    """The long texts of canceled requests are never encoded."""
     release, encoded = threading.Event(), []
 
     def texts(self: Encoder, texts: list[str], **named: Any) -> list[Cut]:
@@ -537,14 +568,48 @@ async def test_who_leaves_while_waiting_for_a_thread_costs_nothing(
     long = "a" * (INLINE_CHARACTERS + 1)
     asked = [
         asyncio.create_task(tiny.answer(Embedding(texts=[long] * n, **EMBED), ticket()))
-        for n in range(1, HELPERS + 2)
+        for n in range(1, THREADS + 2)
     ]
     await asyncio.sleep(0)  # all have asked, and the last has found no thread
     asked[-1].cancel()
     await asyncio.wait([asked[-1]])
     release.set()
     await asyncio.gather(*asked[:-1])
-    assert [*range(1, HELPERS + 1)] == sorted(encoded)
+    assert [*range(1, THREADS + 1)] == sorted(encoded)
+
+
+async def test_a_long_text_that_would_be_late_is_refused_before_it_is_encoded(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The texts of the same tenant that wait are expected to take longer than it has; another tenant's are not."""
+    encoded: list[list[str]] = []
+    release = threading.Event()
+
+    def windows(self: Encoder, texts: list[str], **named: Any) -> list[Cut]:
+        assert release.wait(30)
+        encoded.append(texts)
+        return whole(self, ["a"] * len(texts), **named)
+
+    async def submit(entries: Sequence[Entry]) -> list[Outcome]:
+        return [*map(zeros, entries)]
+
+    whole = Encoder.windows
+    monkeypatch.setattr(Encoder, "windows", windows)
+    idle = cast(Device, SimpleNamespace(submit=submit, max_queue_tokens=10**6, load=Load))
+    made = engine_of(tiny_bundle, idle)
+    long = Embedding(texts=["a" * 250_000], **EMBED)
+    patient = Ticket("r", deadline=time.monotonic() + 300, tenant="crawler")
+    crowd = [asyncio.create_task(made.answer(long, patient)) for _ in range(20)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="the answer would take"):
+        await made.answer(long, replace(patient, deadline=time.monotonic() + 5))
+    other = replace(patient, deadline=time.monotonic() + 5, tenant="app")
+    document = Embedding(texts=["b" * 5000], **EMBED)
+    asked = asyncio.create_task(made.answer(document, other))
+    release.set()
+    await asyncio.gather(asked, *crowd)
+    assert 21 == len(encoded)
+    assert encoded.index(document.texts) < 10
 
 
 @pytest.mark.parametrize(
@@ -668,7 +733,7 @@ async def test_texts_that_are_too_long_have_no_result(
 
 @each_task
 async def test_nothing_but_bad_texts(task: Callable[..., EngineTask[Any]], tiny: Engine) -> None:
-    """Then nothing is computed, and nothing fails."""
+    """Without a good text, no batch runs, and the request succeeds."""
     reply = await tiny.answer(task(texts=[LONG] * 2, truncate=False), sparing())
     assert [None, None] == reply.results
     assert (0, 0, []) == (reply.usage.tokens, reply.usage.windows, reply.usage.truncated)
@@ -718,7 +783,7 @@ async def test_one_failed_entry_fails_the_request(streamed: bool, tiny_bundle: P
 async def test_a_window_that_fails_takes_its_text_along_and_no_other(
     in_lines: bool, tiny_bundle: Path
 ) -> None:
-    """Whatever became of that text's other windows; it is told of once."""
+    """A text with a failed window fails once, with every outcome of its other windows."""
     failure = InferenceFailed("no number")
 
     async def submit(

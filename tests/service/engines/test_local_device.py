@@ -5,7 +5,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,13 @@ from service.core import bundle, session
 from service.core.bundle import BundleError
 from service.core.cuda import Gpu
 from service.core.encode import Window
-from service.core.packing import Packed
+from service.core.packing import MOST_MASKS, Packed
 from service.core.session import CPU, CUDA, BatchOutputs, Session, SessionOptions, open_session
 from service.engines import local_device
 from service.engines.local_device import LocalDevice, Runner, full_shapes
 from service.errors import InferenceFailed
 from service.observability.metrics import Metrics
+from service.scheduling.cost_model import Sample
 from service.scheduling.entries import Entry
 from service.scheduling.executor import BatchStats, Running
 from service.scheduling.load import MAX_QUEUE_TOKENS
@@ -63,7 +64,7 @@ async def test_what_ends_in_the_end_did_not_hang(device: LocalDevice) -> None:
     assert device.load().ready
 
 
-def test_what_failed_alone_is_told_of_without_its_text(
+def test_an_isolated_failure_is_logged_without_its_text(
     device: LocalDevice, lines: list[EventDict]
 ) -> None:
     """By a hash of its tokens, which the same text will have again; not every one of a flood."""
@@ -108,7 +109,7 @@ def test_a_bundle_is_measured_by_the_layout_of_its_graph(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its costs say whether padding is computed, and what runs alone is measured on nothing else."""
+    """The layout decides whether padding costs time, and unbatched graphs are measured with single texts only."""
     path = shutil.copytree(tiny_bundle, tmp_path / "copy")
     manifest = json.loads((path / "manifest.json").read_text())
     graphs = {
@@ -132,6 +133,34 @@ def test_a_bundle_is_measured_by_the_layout_of_its_graph(
     assert estimator.cost.padded is padded
     assert runner.unbatched is (layout == "alone")
     assert set(ran) == sizes
+
+
+def test_the_cost_of_mask_tokens_is_measured(masked_bundle: Path) -> None:
+    """The warm-up runs an input of mask tokens. Only the fill-mask head computes logits for them."""
+    opened = bundle.load(masked_bundle)
+    session = open_session(opened, provider="cpu", options=SessionOptions(threads=1))
+    runner = Runner(opened, {1: session})
+    mask = opened.manifest.mask_token_id
+    assert mask is not None
+    window = Window(np.array([2, *[mask] * 40, 3]), np.zeros(42, np.int64))
+    (masks,) = (name for name, head in opened.manifest.heads.items() if head.per_mask)
+    others = tuple(name for name in opened.manifest.heads if name != masks)
+    assert (MOST_MASKS, MOST_MASKS, 0) == (
+        runner.count_masks(window),
+        runner.count_masks(window, (masks,)),
+        runner.count_masks(window, others),
+    )
+    samples: list[Sample] = []
+
+    class Recorded(local_device.Estimator):
+        def __init__(self, measured: Sequence[Sample], **options: Any) -> None:
+            samples.extend(measured)
+            super().__init__(measured, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_device, "Estimator", Recorded)
+        runner.warm_up()
+    assert [sample.masks for sample in samples if sample.masks] == [MOST_MASKS]
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def reply(*results: Any, tokens: int = SMALL, queue_s: float = 0.001) -> Reply[A
 
 
 class Copied:
-    """A shadow of an engine that answers as it is told to."""
+    """A shadow of an engine that answers as configured."""
 
     def __init__(self, share: float = 1.0, draw: Callable[[], float] = lambda: 0.0) -> None:
         self.id = "a@2"
@@ -77,7 +77,7 @@ class Copied:
 
 
 async def test_answers_are_compared() -> None:
-    """By head and input: one that had no answer is compared with nothing, and one that had must have one again."""
+    """By head and input: an input without a result is not compared; an input with one must have one again."""
     copied = Copied()
     answered = reply(GOOD, GOOD, GOOD, GOOD, None, None)
     await copied.copied(answered, reply(GOOD, BAD, None, None, BAD, None))
@@ -89,8 +89,8 @@ async def test_answers_are_compared() -> None:
     assert 0 == copied.users
 
 
-async def test_a_copy_is_nobody_s_and_in_no_haste() -> None:
-    """It asks for the head that answered, spares its inputs, and does not arrive for the request that is over."""
+async def test_a_mirrored_request_has_no_tenant_and_low_priority() -> None:
+    """The copy is for the head that answered, isolates errors, and does not arrive for the finished request."""
     copied = Copied()
     await copied.copied(reply(GOOD), reply(GOOD))
     task, ticket, heads = copied.asked[0]
@@ -118,7 +118,7 @@ async def test_a_share_is_copied() -> None:
     ("problem", "said"), [("", {"queue_s": 0.003}), ("it starts", {}), ("", {"tokens": 10_000})]
 )
 async def test_where_there_is_no_room_none_is_made(problem: str, said: Any) -> None:
-    """While others wait, or of large requests; how many were left out is told."""
+    """No copy is made while requests wait or for large requests; the metrics count the skipped ones."""
     copied = Copied()
     copied.load = Load(problem=problem)
     copied.hear(reply(GOOD, BAD, **said))
@@ -145,7 +145,7 @@ async def test_one_at_a_time() -> None:
     [(InferenceFailed("no number"), 0), (InvalidInput("too long"), 0), (RuntimeError("bug"), 1)],
 )
 async def test_a_copy_that_fails_is_counted(error: Exception, lines: int) -> None:
-    """By the inputs that had an answer, and harms nobody; only a bug is told of in the log."""
+    """It is counted by inputs with a result, and affects no request; the log has bugs only."""
     copied = Copied()
     with capture_logs() as logs:
         await copied.copied(reply(GOOD, BAD, None), error)

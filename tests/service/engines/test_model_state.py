@@ -43,7 +43,7 @@ def shown(models: Models) -> list[str]:
         (["a@3 pinned", "a@2 current"], ["a@3 pinned", "a@2 current"]),
     ],
 )
-def test_somebody_answers_for_every_name(found: list[str], then: list[str]) -> None:
+def test_every_name_has_a_version_that_answers(found: list[str], then: list[str]) -> None:
     """The first, unless another did before."""
     assert then == shown(settled(served(*found), NOW))
 
@@ -63,7 +63,7 @@ def test_somebody_answers_for_every_name(found: list[str], then: list[str]) -> N
     ],
 )
 def test_a_new_one_takes_the_place_of_the_old(before: list[str], new: str, then: list[str]) -> None:
-    """The old one is kept, and who was kept before goes."""
+    """The replaced version is kept, and the one kept before is unloaded."""
     assert then == shown(introduce_model(served(*before), model(new), NOW))
 
 
@@ -74,15 +74,15 @@ def test_a_resident_stays() -> None:
     assert ["a@3 current", "a@2 previous", "a@1 pinned"] == shown(later)
 
 
-def test_who_stands_by_answers_if_nobody_else_does() -> None:
-    """And else only who names its version."""
+def test_a_pinned_version_answers_if_it_is_the_only_one() -> None:
+    """A pinned version answers for the name only if the model has no other version."""
     before = served("a@1 current")
     later = add_model(add_model(before, model("a@2"), NOW), model("b@1"), NOW)
     assert ["a@1 current", "a@2 pinned", "b@1 current"] == shown(later)
 
 
 def test_one_of_a_name_gets_copies() -> None:
-    """The last that is to; none does who answers for the name, or did."""
+    """The newest version for mirrored requests gets them, unless it answers or answered for the name."""
     models = add_model(served("a@1 current"), replace(model("a@2"), shadow=0.5), NOW)
     models = add_model(models, replace(model("a@3"), shadow=0.1), NOW)
     assert [0.0, 0.0, 0.1] == [each.shadow for each in models]
@@ -92,7 +92,7 @@ def test_one_of_a_name_gets_copies() -> None:
 
 
 def test_the_old_one_goes_where_it_is_not_to_be_kept() -> None:
-    """And so does the one before it: who steps back must not land on a version that was left long ago."""
+    """The version before it is unloaded as well, because a rollback must not reach a version replaced long ago."""
     before = served("b@1 current", "a@2 current", "a@1 previous")
     assert ["b@1 current", "a@3 current"] == shown(
         introduce_model(before, model("a@3"), NOW, keep_old=False)
@@ -129,13 +129,13 @@ def test_a_pinned_one_can_answer_for_its_name() -> None:
         ("b@1", ["a@2 current", "a@1 previous", "a@0 pinned"]),
     ],
 )
-def test_who_goes_is_followed_by_the_one_before(gone: str, then: list[str]) -> None:
+def test_the_previous_version_follows_an_unloaded_one(gone: str, then: list[str]) -> None:
     """The rest stays as it was."""
     before = served("a@2 current", "a@1 previous", "a@0 pinned", "b@1 current")
     assert then == shown(remove_model(before, gone, NOW))
 
 
-def test_who_follows_takes_the_place() -> None:
+def test_a_successor_takes_the_place() -> None:
     """Wherever it stood itself, so that another name does not become the default."""
     before = served("a@0 pinned", "b@1 current", "a@1 current", "c@1 current", "a@2 previous")
     then = ["a@0 pinned", "b@1 current", "a@2 current", "c@1 current"]

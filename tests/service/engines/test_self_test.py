@@ -79,7 +79,7 @@ async def test_each_bundle_is_tried_in_turn() -> None:
 
 
 async def test_what_fails_three_times_is_lost(lines: list[EventDict]) -> None:
-    """The first failure is told at once; the third in a row is the last."""
+    """The first failure is reported at once; the third in a row is the last."""
     async with trying("a@1") as session:
         await session.until(lambda: bool(session.tries))
         session.error = RuntimeError("no memory\nat all")
@@ -113,7 +113,7 @@ async def test_what_goes_well_again_is_well() -> None:
     ],
 )
 async def test_wrong_answers_are_failures(change: dict[str, Any], problem: str) -> None:
-    """What is computed has to be numbers, and those of the start."""
+    """The results must be numbers, and equal the results at the start."""
     async with trying("a@1") as session:
         session.change = change
         await session.until(lambda: bool(session.self_tests.problem))

@@ -147,11 +147,11 @@ async def test_a_key_is_for_what_it_says(
 
 
 @pytest.mark.parametrize("path", ["/admin", "/admin/bundles"])
-async def test_without_keys_nobody_may_administrate(client: httpx.AsyncClient, path: str) -> None:
+async def test_without_keys_administration_is_refused(client: httpx.AsyncClient, path: str) -> None:
     """What changes the service is never open to all."""
     response = await client.post(path, json={})
     assert code(response) == (403, "forbidden")
-    assert "none is configured" in response.json()["error"]["message"]
+    assert "no key is configured" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -169,16 +169,16 @@ async def test_without_keys_nobody_may_administrate(client: httpx.AsyncClient, p
 async def test_a_request_may_only_lower_its_priority(
     locked: httpx.AsyncClient, engine: FakeEngine, name: str, asked: str | None, priority: int
 ) -> None:
-    """The key gives the class; the engine hears of it, and of whose the request is."""
+    """The key sets the class; the engine gets the class and the tenant."""
     headers = bearing(name) | ({"X-Priority": asked} if asked else {})
     await locked.post("/embed", json=BODY, headers=headers)
     assert (engine.ticket.tenant, engine.ticket.priority) == (name, priority)
 
 
-async def test_without_keys_requests_are_nobodys(
+async def test_without_keys_requests_have_no_tenant(
     client: httpx.AsyncClient, engine: FakeEngine
 ) -> None:
-    """They are interactive unless they say otherwise."""
+    """They are interactive unless their header has another priority."""
     await client.post("/embed", json=BODY)
     assert (engine.ticket.tenant, engine.ticket.priority) == ("", 0)
     await client.post("/embed", json=BODY, headers={"X-Priority": "bulk"})
@@ -197,12 +197,12 @@ async def test_an_unknown_priority_is_invalid(client: httpx.AsyncClient) -> None
 async def test_what_is_open_has_no_priority(
     client: httpx.AsyncClient, locked: httpx.AsyncClient, path: str
 ) -> None:
-    """With keys or without, nobody looks at what is said of it."""
+    """With keys or without, these routes ignore the priority header."""
     for each in (client, locked):
         assert 200 == (await each.get(path, headers={"X-Priority": "urgent"})).status_code
 
 
-async def test_a_request_above_its_rate_is_told_when_to_come_back(client_with: Connect) -> None:
+async def test_a_request_above_its_rate_gets_retry_after(client_with: Connect) -> None:
     """One key's rate is no concern of another's."""
     keys = {"slow": kept("slow", requests_per_minute=2), "search": KEYS["search"]}
     async with client_with(keys=keys) as client:
@@ -290,7 +290,7 @@ def test_keys_may_be_replaced() -> None:
 async def test_metrics_may_have_a_port_of_their_own(
     client_with: Connect, keys: dict[str, Key], port: int, path: str, status: int
 ) -> None:
-    """They need no key there, and are not elsewhere; nothing but health is there."""
+    """The metrics need no key on their own port, are on no other, and share it with health only."""
     async with client_with(metrics_port=9100, keys=keys) as client:
         assert (await client.get(f"http://quartet:{port}{path}")).status_code == status
 

@@ -14,25 +14,43 @@ from tests.service.fakes import FakeEngine
 LARGE = {"inputs": "a" * 2 * SMALL}
 
 
-def test_large_bodies_share_a_room() -> None:
-    """One that comes when it is full is refused, however far it is; what others leave can be had again."""
-    body_memory = MemoryBudget(3 * SMALL)
-    first, second = MemoryReservation(body_memory), MemoryReservation(body_memory)
-    first.take(2 * SMALL)
-    second.take(SMALL)
+def test_large_bodies_share_the_budget() -> None:
+    """A large body is refused once its tenant holds more than is left; returned bytes can be reserved again."""
+    body_memory = MemoryBudget(6 * SMALL)
+    first, second = (MemoryReservation(body_memory, tenant) for tenant in "ab")
+    first.take(3 * SMALL)
+    second.take(SMALL + SMALL // 2)
     with pytest.raises(Overloaded):
         second.take(1)
-    second.release()
-    first.take(SMALL)
     first.release()
-    assert 3 * SMALL == body_memory.left
+    second.take(SMALL)
+    second.release()
+    assert (6 * SMALL, 0) == (body_memory.left, len(body_memory.held))
+
+
+def test_a_tenant_holds_at_most_as_much_as_it_leaves() -> None:
+    """Many bodies of a tenant leave memory for a large body of each of the next ones."""
+    body_memory = MemoryBudget(64 * SMALL)
+    for tenant in "abcd":
+        own = [MemoryReservation(body_memory, tenant) for _ in range(64)]
+        before = body_memory.left
+        taken = 0
+        for reservation in own:
+            try:
+                reservation.take(2 * SMALL)
+                taken += 2 * SMALL
+            except Overloaded:
+                reservation.release()
+        assert before / 2 - 2 * SMALL < taken <= before / 2
+        assert before - taken == body_memory.left
+    MemoryReservation(body_memory, "e").take(2 * SMALL)
 
 
 def test_small_bodies_always_have_room() -> None:
-    """They are let in while large ones fill it, and are counted."""
+    """They are let in while large ones fill the budget, and are counted."""
     body_memory = MemoryBudget(SMALL)
-    MemoryReservation(body_memory).take(SMALL)
-    small = MemoryReservation(body_memory)
+    MemoryReservation(body_memory, "a").take(SMALL)
+    small = MemoryReservation(body_memory, "b")
     small.take(SMALL)
     assert -SMALL == body_memory.left
     with pytest.raises(Overloaded):
@@ -49,7 +67,8 @@ async def test_requests_hold_their_room_until_they_are_answered(
 ) -> None:
     """While as many large ones are in work as may be, another is refused and a small one is not."""
     engine.hold = asyncio.Event()
-    accepted = BODIES * 3 // 2 - 1  # of as many bytes, and some beside the text
+    # Half of the budget, in bodies of two thirds of the largest size and some bytes around the text.
+    accepted = BODIES * 3 // 4 - 1
     async with client_with(max_body_bytes=3 * SMALL) as client:
         asked = [asyncio.create_task(client.post("/embed", json=LARGE)) for _ in range(20)]
         while sum(request.done() for request in asked) < 20 - accepted:

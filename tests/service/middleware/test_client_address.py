@@ -46,7 +46,7 @@ def test_without_headers_it_is_the_peer(peer: str) -> None:
     ],
 )
 def test_the_nearest_address_that_is_not_trusted(lines: list[str], expected: str) -> None:
-    """What a client wrote before a trusted proxy's own entry is ignored, in one line or several."""
+    """Entries that the client wrote before a trusted proxy's entry are ignored, in one line or several."""
     scope = request(PROXY, *forwarded_for(*lines))
     assert expected == ClientAddresses("127.0.0.1, 10.0.0.0/8")(scope)
 

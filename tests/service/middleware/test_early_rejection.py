@@ -12,7 +12,7 @@ from service.engines.registry import Engines
 from service.errors import Overloaded
 from service.keys import Key, digest, make_key
 from service.middleware.body_memory import content_length
-from service.middleware.early_rejection import COMING_S, EarlyRejection
+from service.middleware.early_rejection import COMING_S, BodySize, EarlyRejection
 from service.middleware.request_context import RequestContext
 from service.middleware.service_state import Service
 from service.observability.metrics import Metrics
@@ -26,7 +26,7 @@ SECONDS = {"X-Request-Timeout-Ms": "1000"}
 
 
 def waiting(*tokens: int, flow: Flow = TINY) -> Load:
-    """A device that does 100 tokens a second, and has requests of so many."""
+    """A device that computes 100 tokens a second, with waiting requests of these sizes."""
     return Load(
         {flow.bundle: 100.0},
         {flow: Backlog.of(*[RemainingWork(n, 1) for n in tokens])} if tokens else {},
@@ -42,7 +42,7 @@ async def test_an_idle_device_takes_all(client: httpx.AsyncClient, engines: Fake
 async def test_what_would_be_late_is_not_read(
     client: httpx.AsyncClient, engines: FakeEngines, engine: FakeEngine
 ) -> None:
-    """Two seconds wait before one that has one: the engine is not asked, and nothing is parsed."""
+    """Two seconds of work wait and the request has one: it is refused without being parsed."""
     engines.told = waiting(*[1] * 200)
     response = await client.post("/embed", content=b"no JSON", headers=SECONDS)
     assert (response.status_code, response.json()["error"]["code"]) == (429, "overloaded")
@@ -70,16 +70,16 @@ async def test_pages_are_not_refused(client: httpx.AsyncClient, engines: FakeEng
     assert (await client.get("/models")).status_code == 200
 
 
-async def test_the_least_asked_bundle_decides(
+async def test_the_bundle_with_the_least_load_decides(
     client: httpx.AsyncClient, engines: FakeEngines
 ) -> None:
-    """Which one is asked stands in the body: only if all would be late it need not be read."""
+    """The body names the model, so it is not read only if every model would be late."""
     busy = {Flow("tiny@1"): Backlog.of(*[RemainingWork(1, 1)] * 1000)}
     engines.told = Load({"tiny@1": 100.0, "other@1": 100.0}, busy)
     assert (await client.post("/embed", json=BODY, headers=SECONDS)).status_code == 200
 
 
-async def test_who_is_never_asked_decides_nothing(
+async def test_an_unused_model_decides_nothing(
     client: httpx.AsyncClient, engines: FakeEngines
 ) -> None:
     """A version that is kept for a rollback is idle whatever waits for the others."""
@@ -92,7 +92,7 @@ async def test_who_is_never_asked_decides_nothing(
 async def test_administration_is_let_in(
     engines: FakeEngines, client_with: Callable[..., Any]
 ) -> None:
-    """When nothing is in time any more, who can step back to the version before must be able to."""
+    """A rollback must be possible even if no inference request can meet its deadline."""
     engines.told = waiting(*[1] * 1000, flow=Flow("tiny@1", 0, "ops"))
     key = make_key()
     keys = {"ops": Key(sha256=digest(key).hex(), may=("admin", "inference"))}
@@ -117,10 +117,10 @@ def admission() -> EarlyRejection:
     return EarlyRejection(Service(Settings(), Metrics()))
 
 
-def come(made: EarlyRejection, at: float, **who: Any) -> RequestContext:
+def come(made: EarlyRejection, at: float, **fields: Any) -> RequestContext:
     """A request of 100 bytes and a second's time. Raises Overloaded."""
     context = RequestContext(
-        "a request", at, {"content-length": "100", "x-request-timeout-ms": "1000"}, **who
+        "a request", at, {"content-length": "100", "x-request-timeout-ms": "1000"}, **fields
     )
     made({"method": "POST", "path": "/embed"}, context)
     return context
@@ -128,27 +128,27 @@ def come(made: EarlyRejection, at: float, **who: Any) -> RequestContext:
 
 @pytest.fixture
 def door(engines: FakeEngines) -> EarlyRejection:
-    """Of a device that does 100 tokens a second and tells nothing new; bodies have ten."""
+    """An early rejection for a device of 100 tokens a second with an unchanged load; bodies have ten tokens."""
     engines.told = waiting(1)
     service = Service(Settings(), Metrics())
     service.engines = cast(Engines, engines)
     made = EarlyRejection(service)
-    made._learn(100, 10)
+    made._learn(BodySize(100), 10, 40)
     return made
 
 
-def let_in(door: EarlyRejection, at: float = 0.0, **who: Any) -> list[RequestContext]:
+def let_in(door: EarlyRejection, at: float = 0.0, **fields: Any) -> list[RequestContext]:
     """As many as come in together before one does not."""
     came: list[RequestContext] = []
     with suppress(Overloaded):
         while len(came) < 100:
-            came.append(come(door, at, **who))
+            came.append(come(door, at, **fields))
     return came
 
 
 @pytest.mark.parametrize("priority", [0, 1])
-def test_who_is_on_the_way_is_reckoned_with(door: EarlyRejection, priority: int) -> None:
-    """Half a second's work comes in at once, and no more: nobody waits until the device tells of it."""
+def test_arriving_requests_are_counted(door: EarlyRejection, priority: int) -> None:
+    """At most half a second's work is accepted at once, until the device reports its load."""
     assert len(let_in(door, priority=priority)) == 4
 
 
@@ -161,15 +161,15 @@ def test_others_that_come_do_not_matter(door: EarlyRejection) -> None:
 def test_what_comes_for_another_bundle_does_not_matter(
     door: EarlyRejection, engines: FakeEngines
 ) -> None:
-    """It may be for the one that is flooded: who asks the other one is let in."""
+    """A request for another model is accepted, even if the arriving ones may overload one model."""
     engines.told = Load(
         {"tiny@1": 100.0, "other@1": 100.0}, {TINY: Backlog.of(RemainingWork(1000, 1))}
     )
     assert len(let_in(door)) == 100
 
 
-def test_who_has_arrived_comes_no_more(door: EarlyRejection) -> None:
-    """The device tells of those whose texts it has; those that are over want nothing."""
+def test_an_arrived_request_is_no_longer_expected(door: EarlyRejection) -> None:
+    """The device reports the requests whose texts it has; requests that are over take no capacity."""
     first, second, *_ = let_in(door)
     assert first.on_submit is not None
     first.on_submit()
@@ -180,17 +180,44 @@ def test_who_has_arrived_comes_no_more(door: EarlyRejection) -> None:
     assert len(let_in(door)) == 2
 
 
-def test_who_is_slow_is_not_waited_for(door: EarlyRejection) -> None:
+def test_a_slow_body_is_not_waited_for(door: EarlyRejection) -> None:
     """A body that never ends does not hold the door shut."""
     let_in(door, at=0.0)
     assert not let_in(door, at=COMING_S - 0.1)
     assert len(let_in(door, at=COMING_S)) == 4
 
 
+def test_texts_that_would_be_encoded_late_are_refused(
+    door: EarlyRejection, engines: FakeEngines
+) -> None:
+    """A body of long texts is refused while texts of its tenant wait for the threads; others are not."""
+    engines.told = waiting()
+    door._learn(BodySize(1_000_000), 1, 1_000_000)
+    door._learn(BodySize(100, compressed=True), 1, 1_000_000)
+    large = {"content-length": "1000000", "x-request-timeout-ms": "1000"}
+    small = {"content-length": "100", "x-request-timeout-ms": "1000"}
+
+    def is_refused(headers: dict[str, str], tenant: str = "crawler") -> bool:
+        context = RequestContext("a request", 0.0, headers, tenant=tenant)
+        try:
+            door({"method": "POST", "path": "/embed"}, context)
+        except Overloaded:
+            return True
+        return False
+
+    assert not is_refused(large)
+    with engines.text_threads.open(Flow("tiny@1", 0, "crawler"), [250_000] * 20):
+        assert is_refused(large)
+        assert is_refused({**small, "content-encoding": "gzip"})
+        assert not is_refused(small)
+        assert not is_refused(small, "app")
+    assert not is_refused(large)
+
+
 def learned(*seen: tuple[int, int]) -> EarlyRejection:
     made = admission()
     for size, tokens in seen:
-        made._learn(size, tokens)
+        made._learn(BodySize(size), tokens, 4 * tokens)
     return made
 
 
@@ -211,7 +238,7 @@ def test_a_body_is_expected_to_be_as_those_of_its_size(
     seen: list[tuple[int, int]], size: int, expected: int
 ) -> None:
     """What is larger than all that came is expected to be like the largest: too little, and then learned."""
-    assert learned(*seen).expect(size) == expected
+    assert learned(*seen).expect(BodySize(size)) == expected
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def test_a_bucket_holds_a_minutes_worth(clock: Clock) -> None:
 
 
 def test_a_full_bucket_overflows(clock: Clock) -> None:
-    """Who asked nothing for an hour has saved one minute's worth."""
+    """After an idle hour, a client has one minute's worth of tokens."""
     bucket = Bucket(60, clock)
     clock.now += 3600
     assert bucket.wait_s() == 0

@@ -1,4 +1,4 @@
-"""Refusals go at once while they are few; in a flood they are held back, each for a while, and only so many."""
+"""Refusals are sent at once while they are few; in a flood each is delayed, and the number of delays is limited."""
 
 import asyncio
 import selectors
@@ -36,7 +36,7 @@ def on_leaping_loop(test: Callable[[], Coroutine[None, None, None]]) -> Callable
 
 
 async def turns(throttle: RefusalThrottle, count: int) -> list[float]:
-    """Seconds that each of so many refusals, all at once, was held back."""
+    """Seconds for which each of this many simultaneous refusals was delayed."""
     time = asyncio.get_running_loop().time
     began = time()
 
@@ -63,8 +63,8 @@ async def test_many_take_turns() -> None:
 
 
 @on_leaping_loop
-async def test_nobody_is_held_longer_than_that() -> None:
-    """Whatever the crowd."""
+async def test_no_refusal_is_delayed_longer() -> None:
+    """The delay has a limit for any number of refusals."""
     held = await turns(RefusalThrottle(per_s=10, held_s=0.2), 100)
     assert max(held) == pytest.approx(0.2)
 
@@ -83,8 +83,8 @@ async def test_no_more_are_held_than_that() -> None:
 
 
 @on_leaping_loop
-async def test_who_is_gone_is_let_go() -> None:
-    """A turn that nobody waits for any more harms nobody."""
+async def test_a_disconnected_client_ends_its_delay() -> None:
+    """A delay that no client waits for any more has no effect."""
     throttle = RefusalThrottle(per_s=20, held_s=1, most=100)
     waiting = [asyncio.create_task(throttle.turn()) for _ in range(25)]
     await asyncio.sleep(0)

@@ -80,7 +80,7 @@ TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 async def test_a_trace_is_named_in_the_log(
     client: httpx.AsyncClient, lines: list[EventDict], traceparent: str
 ) -> None:
-    """Beside the request's own id, where the header is valid."""
+    """The log line has the trace next to the request's id, if the header is valid."""
     headers = {"traceparent": traceparent, "X-Request-Id": "abc"}
     await client.post("/classify", json=BODY, headers=headers)
     assert (lines[-1]["request_id"], lines[-1]["trace_id"]) == ("abc", TRACE)
@@ -108,7 +108,7 @@ async def test_other_traces_are_left_out(
     assert (lines[-1]["event"], "trace_id" in lines[-1]) == ("request", False)
 
 
-async def test_an_unexpected_error_is_told_to_the_log_only(
+async def test_an_unexpected_error_is_in_the_log_only(
     client: httpx.AsyncClient, engine: FakeEngine, lines: list[EventDict]
 ) -> None:
     """The client gets a code and an id, the log the traceback under the same id."""
@@ -146,7 +146,7 @@ async def test_a_draining_server_closes_connections(
 async def test_a_request_is_one_line_without_its_texts(
     client: httpx.AsyncClient, lines: list[EventDict]
 ) -> None:
-    """The line says who, what and how long; the text is not in it."""
+    """The line has the key, the route and the duration, but not the text."""
     await client.post("/classify?q=secret", json={"inputs": ["secret", "b"]})
     (line,) = (line for line in lines if line["event"] == "request")
     assert line.pop("ms") > 0
@@ -226,7 +226,7 @@ async def test_requests_with_work_each_have_a_line(
 async def test_probes_are_quiet(
     client: httpx.AsyncClient, lines: list[EventDict], path: str
 ) -> None:
-    """What is asked every few seconds is logged for debugging only."""
+    """Routes that are polled every few seconds are logged at the level debug only."""
     await client.get(path)
     assert lines[-1]["log_level"] == "debug"
 

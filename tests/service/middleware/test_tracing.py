@@ -25,7 +25,7 @@ memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_expo
 BODY = {"inputs": ["a secret", "another"]}
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 STAGES = ["parse", "encode", "queue", "inference", "decode", "serialise"]
-AWAY = "http://127.0.0.1:9"  # where nobody listens
+AWAY = "http://127.0.0.1:9"  # a port without a listener
 
 
 @pytest.fixture(autouse=True)
@@ -158,7 +158,7 @@ async def test_long_headers_cost_no_time(client: httpx.AsyncClient, made: Any, n
 async def test_a_client_that_does_not_sample_is_heeded(
     client: httpx.AsyncClient, made: Any
 ) -> None:
-    """By default a part of a trace that nobody records is not recorded either."""
+    """By default, an unsampled trace of the client is not recorded either."""
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-00"}
     assert (await client.post("/classify", json=BODY, headers=headers)).status_code == 200
     assert made.get_finished_spans() == ()
@@ -167,7 +167,7 @@ async def test_a_client_that_does_not_sample_is_heeded(
 async def test_a_trace_that_begins_here_is_named_in_the_log(
     client: httpx.AsyncClient, made: Any, lines: list[EventDict]
 ) -> None:
-    """So that the line is found from the span, and the span from the line."""
+    """So the span leads to the log line, and the log line to the span."""
     await client.post("/classify", json=BODY, headers={"traceparent": "not valid"})
     span = server_span(made)
     assert span.parent is None
@@ -225,7 +225,7 @@ async def test_a_path_that_is_none_makes_no_name(client: httpx.AsyncClient, made
 
 @pytest.mark.parametrize("path", ["/health/live", "/health/ready", "/metrics"])
 async def test_probes_are_not_traced(client: httpx.AsyncClient, made: Any, path: str) -> None:
-    """They come every few seconds and say nothing of anybody's request."""
+    """Probes come every few seconds and describe no request."""
     await client.get(path)
     assert made.get_finished_spans() == ()
 
@@ -241,10 +241,10 @@ async def test_of_a_flood_no_more_is_traced_than_logged(
     assert len(spans) == len(logged) < 40
 
 
-async def test_a_tracer_that_fails_fails_nobody(
+async def test_a_failing_tracer_fails_no_request(
     client: httpx.AsyncClient, app: FastAPI, lines: list[EventDict]
 ) -> None:
-    """The request is answered and logged, and the failure is told once."""
+    """The request is answered and logged, and the failure is logged once."""
 
     class Broken:
         def start_span(self, *_: object, **__: object) -> None:
@@ -298,13 +298,13 @@ async def test_the_resource_is_ours_unless_it_is_named(monkeypatch: pytest.Monke
         ),
     ],
 )
-async def test_what_cannot_be_exported_keeps_nobody_from_being_served(
+async def test_a_failing_span_export_stops_no_request(
     monkeypatch: pytest.MonkeyPatch,
     lines: list[EventDict],
     variables: dict[str, str],
     reason: str,
 ) -> None:
-    """There are no spans, and one line says why."""
+    """There are no spans, and one line has the reason."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     async with tracing.tracing() as trace:
@@ -317,12 +317,12 @@ async def test_what_cannot_be_exported_keeps_nobody_from_being_served(
 async def test_without_the_extra_one_line_says_so(
     monkeypatch: pytest.MonkeyPatch, lines: list[EventDict]
 ) -> None:
-    """Who asks for spans and has not installed what makes them is told, and served."""
+    """A service with OTEL variables but without the extra logs a line and serves."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", AWAY)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     async with tracing.tracing() as trace:
         assert trace is None
-    assert ["quartet[otel]" in line["event"] for line in lines] == [True]
+    assert ["quartet-serving[otel]" in line["event"] for line in lines] == [True]
 
 
 async def test_a_collector_that_is_away_holds_up_no_end(
@@ -356,10 +356,10 @@ def propagating() -> Iterator[logging.Logger]:
     assert not any(isinstance(handler, tracing.SdkWarnings) for handler in logger.handlers)
 
 
-def test_a_collector_that_is_away_is_told_of_now_and_then(
+def test_an_unreachable_collector_is_logged_at_intervals(
     propagating: logging.Logger, lines: list[EventDict]
 ) -> None:
-    """One line, however often it is said; what is no warning is not told."""
+    """One line per interval is written; messages below a warning are not."""
     inner = logging.getLogger("opentelemetry.exporter")
     with limited_warnings():
         for number in range(50):
@@ -383,7 +383,7 @@ async def test_a_wrong_header_loses_no_spans(
 
 
 def test_importing_the_app_loads_no_sdk() -> None:
-    """Where nobody asks, nothing is loaded for it."""
+    """Without OTEL variables, no SDK is imported."""
     script = (
         "import sys, service.api.app; print(*(m for m in sys.modules if 'opentelemetry.sdk' in m))"
     )

@@ -61,7 +61,7 @@ def test_lines_are_written_in_order(pipe: Pipe) -> None:
 def test_a_write_has_whole_lines_that_a_pipe_keeps_together(
     pipe: Pipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lines of other processes do not come between; a longer line is written alone."""
+    """Lines of other processes do not interleave; a longer line is written in its own call."""
     writes: list[bytes] = []
     write = os.write
     monkeypatch.setattr(

@@ -47,7 +47,7 @@ def test_lines_are_for_people_on_a_terminal() -> None:
 
 
 def test_a_line_is_written_at_once(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its end, or lines of several processes would be mixed up; our own as those of libraries."""
+    """Each line is written with its end at once, or lines of several processes would mix; libraries' lines as well."""
     written: list[str] = []
     monkeypatch.setattr(stream, "write", written.append)
     logs.configure("info", "json", stream)
@@ -73,7 +73,7 @@ def test_foreign_lines_look_alike(stream: io.StringIO) -> None:
     assert (line["event"], line["level"]) == ("Invalid HTTP request received.", "warning")
 
 
-def test_a_failed_start_is_not_told_twice(stream: io.StringIO) -> None:
+def test_a_failed_start_is_logged_once(stream: io.StringIO) -> None:
     """Uvicorn's own last words add nothing."""
     logs.configure("info", "json", stream)
     logging.getLogger("uvicorn.error").error("Application startup failed. Exiting.")
@@ -92,22 +92,22 @@ def test_health_checks_are_below_info(stream: io.StringIO, level: str, count: in
 
 @pytest.mark.parametrize("form", ["console", "json"])
 def test_a_traceback_holds_no_variables(stream: io.StringIO, form: str) -> None:
-    """A failure is told with its place, not with the texts that were at hand."""
+    """A traceback has its place, but not the texts in variables."""
 
     def fail(text: str) -> None:
         raise RuntimeError("broken")
 
     logs.configure("info", form, stream)
     try:
-        fail("some" + "body's text")
+        fail("a confidential" + " text")
     except RuntimeError:
         structlog.get_logger().exception("unexpected error")
     assert "RuntimeError: broken" in stream.getvalue()
-    assert "somebody's text" not in stream.getvalue()
+    assert "a confidential text" not in stream.getvalue()
 
 
 def test_lines_of_one_kind_may_be_spared() -> None:
-    """Two in a second are told; the first of the next says how many were not."""
+    """Two lines in a second are written; the first of the next second has the number of dropped ones."""
     now = 7.9
     lines = logs.LogLimiter(2, clock=lambda: now)
     assert [lines.may_tell() for _ in range(5)] == [True, True, False, False, False]
@@ -128,7 +128,7 @@ def test_a_field_that_json_cannot_hold_is_escaped(stream: io.StringIO) -> None:
 
 @pytest.mark.parametrize("form", ["json", "console"])
 def test_a_request_id_cannot_forge_a_field(stream: io.StringIO, form: str) -> None:
-    """Whatever printable characters an id has, it is one value of one line."""
+    """A request id with any printable characters is one value of one line."""
     forged = 'a status=200 "b", "status": 200, \\'
     logs.configure("info", form, stream)
     structlog.get_logger().info("request", request_id=forged, status=500)
@@ -142,7 +142,7 @@ def test_a_request_id_cannot_forge_a_field(stream: io.StringIO, form: str) -> No
 def test_a_record_that_cannot_be_formatted_is_named(
     stream: io.StringIO, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A library's mistake is a line that says where, and not a traceback on standard error."""
+    """A library's malformed log call becomes a line with its place, not a traceback on standard error."""
     logs.configure("info", "json", stream)
     logging.getLogger("another").error("%d files", "some")
     (line,) = objects(stream)

@@ -64,7 +64,7 @@ def test_a_batch_is_observed() -> None:
     assert {name: found[name, ("tiny@1",)] for name in expected} == expected
 
 
-def test_the_device_is_asked_when_read() -> None:
+def test_the_device_is_read_at_the_scrape() -> None:
     """The gauges follow the queue, readiness and what is served without being told."""
     metrics, loads, models = (
         Metrics(),
@@ -216,7 +216,7 @@ async def test_stages_end_where_the_request_does(
     assert counts == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
 
 
-async def test_tokens_are_counted_for_who_asks(engines: FakeEngines) -> None:
+async def test_tokens_are_counted_by_tenant(engines: FakeEngines) -> None:
     """By the name of the key, and for everybody together where there is none."""
     keys = {name: Key(sha256=digest(f"the key of {name}").hex()) for name in ("ann", "bob")}
     keys["ann"] = keys["ann"].model_copy(update={"may": ("inference", "metrics")})
@@ -267,8 +267,8 @@ async def test_all_that_can_be_known_is_there_at_zero(tiny_bundle: Path) -> None
     assert info[0] == "tiny@1"
 
 
-async def test_nobody_adds_a_series(client: httpx.AsyncClient, engine: FakeEngine) -> None:
-    """A thousand paths, methods, models, heads and ids are told of by the series that there are."""
+async def test_requests_add_no_series(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    """A thousand unknown paths, methods, models, heads and ids are counted in existing series."""
     engine.error = errors.UnknownHead("no such head", param="head")
 
     async def ask(number: int) -> None:

@@ -66,7 +66,7 @@ async def opened(end: socket.socket, **called: Any) -> Channel:
     return channel
 
 
-async def test_the_end_of_one_is_told_to_the_other() -> None:
+async def test_the_end_of_one_process_is_sent_to_the_other() -> None:
     """`lost` is called once, and what is sent afterwards goes nowhere."""
     one, other = socket.socketpair()
     lost = asyncio.Event()
@@ -116,7 +116,7 @@ class Wire(asyncio.Transport):
 
 
 async def test_what_one_turn_says_is_one_write() -> None:
-    """In order, and not before the turn is over; who closes has said it."""
+    """Messages are sent in order, at the end of the turn; a close sends them, too."""
     channel, wire = Channel(print, lambda: None), Wire()
     channel.connection_made(wire)
     for number in range(3):
@@ -145,8 +145,8 @@ async def test_what_is_written_leaves_at_once() -> None:
     other.close()
 
 
-async def test_who_cannot_receive_is_broken_and_not_the_other() -> None:
-    """Either hears that the other is lost, and whose fault it was."""
+async def test_the_receiving_end_is_at_fault() -> None:
+    """Each end gets an error for the lost connection, with the end at fault."""
 
     def fail(message: Any, arrays: bytes) -> None:
         raise ValueError("our bug")

@@ -49,8 +49,8 @@ async def test_orders_end_with_the_main_process() -> None:
         end.close()
 
 
-async def test_orders_end_though_reports_were_not_heard() -> None:
-    """A main process that is gone with reports unread is as gone as any."""
+async def test_commands_end_without_reports() -> None:
+    """A dead main process is detected even if its reports are unread."""
     link, given, heard = linked()
     link.give(DRAIN)
     await given.report({"unread": True})
@@ -61,7 +61,7 @@ async def test_orders_end_though_reports_were_not_heard() -> None:
 
 
 async def test_orders_to_the_dead_are_dropped() -> None:
-    """A child that has just gone cannot be told, and need not; it has said its last."""
+    """A command to a child that has just ended is dropped."""
     ours, theirs = socket.socketpair()
     link = ChildControl(ours, lambda report: None)
     theirs.close()

@@ -22,7 +22,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_the_main_process_hears_before_anybody_that_it_serves(lines: list[EventDict]) -> None:
+async def test_the_main_process_gets_the_first_report(lines: list[EventDict]) -> None:
     """Once the log states that a process serves, a hang of it is noticed."""
     ours, theirs = socket.socketpair()
     listener = socket.create_server(("127.0.0.1", 0))
@@ -41,7 +41,7 @@ async def test_the_main_process_hears_before_anybody_that_it_serves(lines: list[
         end.close()
 
 
-async def test_who_cannot_receive_what_is_computed_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_cannot_receive_results_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would never be ready again, and is started again."""
     ended = asyncio.Event()
     monkeypatch.setattr("os._exit", lambda status: ended.set())
@@ -57,7 +57,7 @@ async def test_who_cannot_receive_what_is_computed_ends(monkeypatch: pytest.Monk
 
 
 async def test_a_worker_reports_that_it_has_no_channel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as none comes: an order may get lost on its way, or the other end at its."""
+    """It reports this until a channel comes, because a command or the channel's other end may be lost."""
     monkeypatch.setattr(health, "CHANNEL_MISSING_S", 0.001)
     ours, theirs = socket.socketpair()
     end, other = socket.socketpair()

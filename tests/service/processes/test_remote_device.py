@@ -1,4 +1,4 @@
-"""A device in another process is the same to whoever submits: tested over a socket, both ends in one loop."""
+"""A device in another process behaves like a local one: tested over a socket, both ends in one loop."""
 
 import asyncio
 import socket
@@ -39,7 +39,7 @@ LOAD = Load(
 
 
 class FakeDevice:
-    """Answers each entry with the sum and the number of its tokens, or as it is told to."""
+    """Answers each entry with the sum and the number of its tokens, or as configured."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -91,7 +91,7 @@ def text(*ids: int, hidden: int = 0) -> Entry:
 
 
 class FakeCurator:
-    """Says what it was asked to do, or fails as it is told to."""
+    """Returns the command that it got, or fails as configured."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -106,7 +106,7 @@ class FakeCurator:
 
 
 class FakeFollower:
-    """Remembers what it was to adopt, and holds on to what it is told to."""
+    """Records the bundles that it adopted, and holds them as configured."""
 
     def __init__(self) -> None:
         self.models: Models = ()
@@ -181,7 +181,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def test_outcomes_come_back_in_order() -> None:
-    """Every entry has its own outputs, with their shapes, and all that is told of its batch."""
+    """Every entry has its own outputs, with their shapes, and the data of its batch."""
     entries = [text(1, 2, 3), text(9), text(4, 5)]
     async with pair() as both:
         got = await both.remote.submit(entries)
@@ -216,8 +216,8 @@ async def test_nothing_is_answered_with_nothing() -> None:
         assert [] == both.device.seen
 
 
-async def test_outcomes_are_told_one_by_one() -> None:
-    """The first is told of while the second is not there yet."""
+async def test_outcomes_are_reported_one_by_one() -> None:
+    """The first outcome is reported before the second exists."""
     entries, told = [text(1), text(2)], []
     async with pair() as both:
         both.device.hold = asyncio.Event()
@@ -233,7 +233,7 @@ async def test_outcomes_are_told_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("each", [False, True], ids=["together", "each"])
-async def test_entries_that_failed_cross_beside_the_others(each: bool) -> None:
+async def test_failed_entries_are_sent_with_the_others(each: bool) -> None:
     """Each in its place, as the error that it was."""
     entries, told = [text(1, 2, 3), text(9), text(4, 5)], {}
     on_outcome = told.__setitem__ if each else None
@@ -290,7 +290,7 @@ async def test_what_is_unexpected_is_our_bug(lines: list[EventDict]) -> None:
     assert ["unexpected error"] == [line["event"] for line in lines]
 
 
-async def test_who_leaves_takes_the_work_along() -> None:
+async def test_a_disconnect_cancels_the_work() -> None:
     """A request that is cancelled here is cancelled there."""
     async with pair() as both:
         both.device.hold = asyncio.Event()
@@ -301,7 +301,7 @@ async def test_who_leaves_takes_the_work_along() -> None:
 
 
 async def test_an_http_process_that_dies_takes_its_work_along() -> None:
-    """What it had asked is cancelled, and it is forgotten."""
+    """Its requests are canceled, and the inference process forgets it."""
     async with pair() as both, under_way(both, text(1)):
         assert both.remote._channel is not None
         both.remote._channel.close()
@@ -349,8 +349,8 @@ async def test_a_device_that_is_lost_is_not_our_fault() -> None:
         assert not both.broken.is_set()
 
 
-async def test_what_cannot_be_received_is_told() -> None:
-    """Whoever has lost the way to a device that lives on has to end, or would never be ready again."""
+async def test_a_failed_receive_is_reported() -> None:
+    """A process that lost the connection to a living device must end, or it would never be ready again."""
     entry = text(1)
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)
     async with pair() as both, under_way(both, entry):
@@ -360,8 +360,8 @@ async def test_what_cannot_be_received_is_told() -> None:
         await asyncio.wait_for(both.broken.wait(), 30)
 
 
-async def test_what_a_lost_device_was_asked_is_asked_of_the_next_one() -> None:
-    """Nobody notices but by the time it took; the second time each entry is to be in a batch of its own."""
+async def test_requests_of_a_lost_device_go_to_the_next_one() -> None:
+    """Clients only see a longer response time; in the second attempt, each entry has a batch of its own."""
     entries = [text(1), text(2, 3)]
     async with pair() as both, under_way(both, *entries) as asked:
         both.lose()
@@ -376,8 +376,8 @@ async def test_what_a_lost_device_was_asked_is_asked_of_the_next_one() -> None:
     assert [False, False, True, True] == [entry.unbatched for entry in [*first, *again]]
 
 
-async def test_what_was_told_is_not_asked_again() -> None:
-    """Of a request that is told of each entry, only those are asked again that are missing; all are told once."""
+async def test_a_reported_result_is_not_requested_again() -> None:
+    """In a request with reported results, only the missing entries are sent again; each result is reported once."""
     entries, told = [text(1), text(2), text(3)], []
 
     def on_outcome(entry: Entry, outcome: Outcome) -> None:
@@ -407,8 +407,8 @@ async def test_what_is_lost_twice_fails_by_name() -> None:
             await asked
 
 
-async def test_requests_are_asked_again_one_at_a_time() -> None:
-    """So whoever kills the device again takes nobody along: the others have their second chance with the next one."""
+async def test_requests_are_sent_again_one_at_a_time() -> None:
+    """So an entry that kills the device again takes no other entry along: the others get their second attempt next."""
     large, small = [text(1), text(2)], text(3)
     async with pair() as both, under_way(both, *large) as first, under_way(both, small) as second:
         both.lose()
@@ -424,8 +424,8 @@ async def test_requests_are_asked_again_one_at_a_time() -> None:
         assert 2 == len(await asyncio.wait_for(first, 30))
 
 
-async def test_who_is_asked_beside_one_that_left_has_another_chance() -> None:
-    """What is left may be computed all the same, and be what ends the process; then alone, the second time counts."""
+async def test_an_entry_next_to_a_canceled_one_has_a_second_attempt() -> None:
+    """A remaining entry may still be computed and kill the process; then its second attempt counts."""
     poison, large = text(1), [text(2), text(3)]
     async with pair() as both, under_way(both, poison) as gone, under_way(both, *large) as asked:
         both.lose()
@@ -456,7 +456,7 @@ async def test_a_device_that_dies_while_it_opens_costs_no_chance() -> None:
         assert 1 == len(await asyncio.wait_for(asked, 30))
 
 
-async def test_who_has_left_is_not_asked_for_again() -> None:
+async def test_a_disconnected_client_is_not_polled_again() -> None:
     """A request that was cancelled between two devices costs the second one nothing."""
     async with pair() as both, under_way(both, text(1)) as gone, under_way(both, text(2)) as asked:
         both.lose()
@@ -469,8 +469,8 @@ async def test_who_has_left_is_not_asked_for_again() -> None:
         assert [2] == [int(entry.window.input_ids[0]) for entry in both.device.seen[2:]]
 
 
-async def test_a_device_that_dies_at_once_is_not_asked() -> None:
-    """A socket whose other end is gone before it is used fails what comes by name; nothing waits for it."""
+async def test_a_device_that_dies_at_once_gets_no_request() -> None:
+    """A socket whose other end is closed before its first use fails all requests by name; none waits."""
     remote = RemoteDevice()
     ours, theirs = socket.socketpair()
     theirs.close()
@@ -480,14 +480,14 @@ async def test_a_device_that_dies_at_once_is_not_asked() -> None:
         await remote.submit([text(1)])
 
 
-async def test_the_load_is_told_unasked() -> None:
+async def test_the_load_is_reported_regularly() -> None:
     """What waits, how fast it drains and whether more may come are known without asking."""
     async with pair() as both:
         await until(lambda: both.remote.load() == LOAD)
 
 
 async def test_what_the_device_has_not_seen_yet_is_part_of_its_load() -> None:
-    """However often it tells: a request on its way counts until it is told of, and then no more."""
+    """A request that was sent counts until the device reports it, and then no more, however often it reports."""
     async with pair() as both:
         both.device.hold = asyncio.Event()
         asked = asyncio.create_task(both.remote.submit([text(1, 2, 3)]))
@@ -501,8 +501,8 @@ async def test_what_the_device_has_not_seen_yet_is_part_of_its_load() -> None:
         await asked
 
 
-async def test_who_leaves_at_once_is_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request and word that nobody waits for it any more may arrive together."""
+async def test_an_immediate_cancellation_adds_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request and its cancellation may arrive together."""
     sent: list[bytes] = []
     async with pair() as both:
         assert both.remote._channel is not None
@@ -547,7 +547,7 @@ async def test_metrics_are_kept_in_one_place() -> None:
 
 
 async def test_metrics_of_several_processes_add_up() -> None:
-    """What two HTTP processes saw is one sum, whichever of them is asked; so is what they expect."""
+    """The counts of two HTTP processes are added up, in both; so is their expected load."""
     async with pair() as both:
         other = RemoteDevice()
         following = asyncio.create_task(other.follow(FakeFollower()))
@@ -598,7 +598,7 @@ async def test_lost_log_lines_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_metrics_wait_for_a_device() -> None:
-    """What was seen while there was none is told to the next."""
+    """Counts from a time without a device are sent to the next one."""
     async with pair() as both:
         await until(lambda: both.remote.load().ready)
         both.lose()
@@ -625,7 +625,7 @@ def texts(tiny_bundle: Path) -> BundleTexts:
 
 
 async def test_what_is_served_crosses_as_it_is(texts: BundleTexts) -> None:
-    """Models, manifest and tokenizer come to who follows; who is connected later hears the same."""
+    """Models, manifest and tokenizer are sent to subscribers; a later subscriber gets the same."""
     models = (model("tiny@1"), model("tiny@0", "previous"))
     both_texts = {"tiny@1": texts, "tiny@0": texts}
     async with pair() as both:
@@ -646,8 +646,8 @@ async def test_texts_cross_once(texts: BundleTexts) -> None:
         assert {} == both.subscriber.texts
 
 
-async def test_what_cannot_be_adopted_is_told(texts: BundleTexts) -> None:
-    """Who decides hears of it, and the HTTP process goes on as before."""
+async def test_a_failed_activation_is_reported(texts: BundleTexts) -> None:
+    """The model manager gets the error, and the HTTP process continues as before."""
     async with pair() as both:
         both.subscriber.error = ValueError("the tokenizer cannot be read")
         with pytest.raises(ValueError, match="the tokenizer cannot be read"):
@@ -685,7 +685,7 @@ async def test_a_bundle_is_left_when_its_last_request_is_answered(texts: BundleT
 
 
 async def test_a_dead_process_holds_nothing(texts: BundleTexts) -> None:
-    """Neither a bundle that goes, nor who waits for it to adopt another."""
+    """It holds neither an unloading bundle nor the activation of another one."""
     async with pair() as both:
         both.subscriber.hold.clear()
         await both.frontends.adopt((model("tiny@1"),), {"tiny@1": texts})
@@ -697,7 +697,7 @@ async def test_a_dead_process_holds_nothing(texts: BundleTexts) -> None:
         await asyncio.wait_for(both.frontends.adopt((), {}), 30)
 
 
-async def test_who_cannot_adopt_any_more_is_not_waited_for(texts: BundleTexts) -> None:
+async def test_a_lost_subscriber_is_not_waited_for(texts: BundleTexts) -> None:
     """An HTTP process that dies on the way does not keep the others from a new version."""
     async with pair() as both:
         both.subscriber.hold_models.clear()
@@ -708,8 +708,8 @@ async def test_who_cannot_adopt_any_more_is_not_waited_for(texts: BundleTexts) -
         await asyncio.wait_for(adopting, 30)
 
 
-async def test_nobody_is_ready_who_has_not_adopted_what_is_served() -> None:
-    """The inference process may be open, but who asks would find no engine."""
+async def test_a_process_without_the_served_models_is_not_ready() -> None:
+    """The inference process may be ready, but the HTTP process would find no engine."""
     async with pair() as both:
         both.lose()
         both.subscriber.hold_models.clear()
@@ -802,7 +802,7 @@ async def test_a_process_that_dies_after_a_cancelled_command_is_forgotten() -> N
 
 
 async def test_orders_are_forwarded() -> None:
-    """What an administrator asks of an HTTP process is done by the inference process."""
+    """The inference process executes the commands that an HTTP process received."""
     async with pair() as both:
         command = LoadModel(path="a", by="ops", shadow=0.5)
         answer = await both.remote.execute(command)
@@ -813,7 +813,7 @@ async def test_orders_are_forwarded() -> None:
 
 
 async def test_an_order_that_is_lost_is_not_given_again() -> None:
-    """Nobody knows whether it was carried out, so who gave it is told."""
+    """The outcome is unknown, so the administrator gets an error."""
     async with pair() as both:
         both.manager.hold = asyncio.Event()
         ordered = asyncio.create_task(both.remote.execute(LoadModel(path="a", by="ops")))

@@ -33,7 +33,7 @@ class Watched:
         return made
 
     async def looks(self, times: int = 2) -> Sequence[str]:
-        """What is served after some looks, and whoever goes has gone."""
+        """The models that are served after some scans, once replaced ones are unloaded."""
         for _ in range(times):
             await self.watcher.heed(scan_bundles(self.curated.models_dir))
         async with asyncio.timeout(30):
@@ -48,7 +48,7 @@ def watched(curated: Curated) -> Watched:
 
 
 async def test_what_comes_is_served(watched: Watched) -> None:
-    """When it was the same at two looks; each stays that lies there, and who came last answers for the name."""
+    """A bundle is served if two scans find it unchanged; each one stays, and the newest answers for the name."""
     watched.save("a", "2")
     assert ["tiny@1 current"] == await watched.looks(1)
     assert ["tiny@2 current", "tiny@1 previous"] == await watched.looks(1)
@@ -89,7 +89,7 @@ async def test_what_is_replaced_is_exchanged(watched: Watched) -> None:
 
 
 async def test_a_name_is_answered_for_while_its_directory_changes(watched: Watched) -> None:
-    """What comes under another directory's name is there before the old one goes."""
+    """The bundle in the new directory is served before the bundle in the old one is unloaded."""
     watched.save("a", "2")
     watched.save("b", "1", name="other")
     await watched.looks()
@@ -115,13 +115,13 @@ async def test_what_goes_is_served_no_longer(watched: Watched) -> None:
     shutil.rmtree(watched.curated.models_dir / "a")
     with capture_logs() as logs:
         assert ["tiny@2 current"] == await watched.looks(4)
-    assert ["tiny@2 is the last one that is served"] == [line["reason"] for line in logs]
+    assert ["tiny@2 is the last served model"] == [line["reason"] for line in logs]
     watched.save("b", "3", name="other")
     assert ["other@3 current"] == await watched.looks()
 
 
 async def test_what_comes_back_while_it_goes_is_served_when_it_has_gone(watched: Watched) -> None:
-    """Told of once; and what stays in the way for other reasons is not tried at every look."""
+    """It is logged once; a bundle that is refused for another reason is not loaded again in every scan."""
     watched.save("a", "2")
     await watched.looks()
     watched.curated.subscriber.hold.clear()
@@ -136,7 +136,7 @@ async def test_what_comes_back_while_it_goes_is_served_when_it_has_gone(watched:
         await leaving
         assert ["tiny@2 current", "tiny@1 previous"] == await watched.looks(1)
     reasons = [line["reason"] for line in logs if line["event"] == "refused"]
-    assert ["tiny@2 is being unloaded: try again when it is gone"] == reasons
+    assert ["tiny@2 is being unloaded: try again later"] == reasons
     shutil.rmtree(back)
     assert ["tiny@1 current"] == await watched.looks()
 
@@ -144,7 +144,7 @@ async def test_what_comes_back_while_it_goes_is_served_when_it_has_gone(watched:
 async def test_what_cannot_be_read_stays_as_it_is(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is neither gone nor changed; when it can be read again, it is what it was."""
+    """It counts neither as removed nor as changed, and is unchanged when it can be read again."""
     kept, new = watched.save("a", "2"), watched.curated.models_dir / "b"
     expected = await watched.looks()
     able = directory_watcher.examine
@@ -163,7 +163,7 @@ async def test_what_cannot_be_read_stays_as_it_is(
 
 
 async def test_a_copy_that_is_under_way_is_left_alone(watched: Watched) -> None:
-    """Nobody is told of it; when it is whole, it is served."""
+    """An incomplete copy is not logged; it is served once it is complete."""
     whole = watched.save("a", "2").rename(watched.curated.models_dir / ".a")
     part = watched.curated.models_dir / "a"
     part.mkdir()
@@ -178,8 +178,8 @@ async def test_a_copy_that_is_under_way_is_left_alone(watched: Watched) -> None:
     assert ["tiny@2 current", "tiny@1 previous"] == await watched.looks(1)
 
 
-async def test_what_must_not_be_served_is_told_of_once(watched: Watched) -> None:
-    """And tried again when it has changed; who answers goes on."""
+async def test_a_refused_bundle_is_logged_once(watched: Watched) -> None:
+    """It is loaded again after a change; the current version keeps serving."""
     good = watched.save("good", "2")
     await watched.looks()
     bad = watched.save("bad", "3")
@@ -228,7 +228,7 @@ async def test_hidden_ones_links_and_others_are_no_bundles(watched: Watched) -> 
 
 
 async def test_a_directory_that_cannot_be_read_says_nothing(watched: Watched) -> None:
-    """What was served from it stays, and it is told of once."""
+    """The models served from it stay, and the error is logged once."""
     watched.save("a", "2")
     expected = await watched.looks()
     root = watched.curated.models_dir

@@ -1,4 +1,4 @@
-"""Bundles come and go beside those that are served; what must not be served changes nothing."""
+"""Bundles are loaded and unloaded while others are served; a refused bundle changes nothing."""
 
 import asyncio
 import gc
@@ -38,7 +38,7 @@ from tests.versions import GRAPH, answer_goldens, read_manifest, restate, save_v
 
 
 class FakeFollower:
-    """Sends requests where it is told to, unless it has a problem, and holds on to a bundle when told to."""
+    """Sends requests to the configured version, unless it has a problem, and holds a bundle if configured."""
 
     def __init__(self) -> None:
         self.adopted: list[Models] = []
@@ -121,7 +121,7 @@ async def curated(
 
 
 async def test_a_new_version_answers_and_the_old_one_is_kept(curated: Curated) -> None:
-    """Everybody is told at once, and who asked hears what came of it."""
+    """All subscribers get the new version at once, and the administrator gets the result."""
     curated.save("2")
     answer = await curated.load("2")
     assert ["tiny@2 current", "tiny@1 previous"] == await curated.shown()
@@ -144,7 +144,7 @@ async def test_only_one_old_version_is_kept(curated: Curated) -> None:
 
 
 async def test_none_is_kept_where_none_is_to_be(curated: Curated) -> None:
-    """The old one goes as soon as nobody is with it."""
+    """The old version is unloaded as soon as it has no requests."""
     curated.save("2")
     curated.subscriber.hold.clear()
     answer = await curated.load("2", keep_old=False)
@@ -158,7 +158,7 @@ async def test_none_is_kept_where_none_is_to_be(curated: Curated) -> None:
 
 async def test_there_and_back(curated: Curated) -> None:
     """A step back needs nothing to be loaded; there is none behind the first."""
-    with pytest.raises(Conflict, match="nothing that answered for tiny before is there"):
+    with pytest.raises(Conflict, match="tiny has no previous version"):
         await curated.roll_back("tiny")
     with pytest.raises(UnknownModel):
         await curated.roll_back("huge")
@@ -171,7 +171,7 @@ async def test_there_and_back(curated: Curated) -> None:
 
 
 async def test_the_same_again_changes_nothing(curated: Curated) -> None:
-    """A version that answers already may be loaded by who cannot know; one that is kept answers again."""
+    """Loading a version that already answers succeeds, since clients repeat requests; a kept version answers again."""
     curated.save("2")
     await curated.load("2")
     told = len(curated.subscriber.adopted)
@@ -190,7 +190,7 @@ async def test_contents_have_a_version_of_their_own(curated: Curated) -> None:
     assert ["tiny@1 current"] == await curated.shown()
 
 
-async def test_who_goes_is_not_loaded_again_before_it_is_gone(curated: Curated) -> None:
+async def test_an_unloading_bundle_is_not_loaded_again(curated: Curated) -> None:
     """Two bundles of one id could not be told apart."""
     curated.save("2")
     curated.subscriber.hold.clear()
@@ -227,7 +227,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "format": (lambda folder: restate(folder, format_version=99), "manifest.json is not valid"),
     "no graph": (break_the_graph, "fp32.onnx"),
     "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "it has no manifest.json"),
-    "nothing": (shutil.rmtree, "no such bundle directory"),
+    "nothing": (shutil.rmtree, "the bundle directory does not exist"),
 }
 
 
@@ -235,7 +235,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
 async def test_what_must_not_be_served_changes_nothing(
     curated: Curated, how: str, lines: list[EventDict]
 ) -> None:
-    """It is refused with its reason, and nobody hears of it but who reads the log."""
+    """It is refused with the reason, and only the log shows the attempt to others."""
     breaking, said = BROKEN[how]
     breaking(curated.save("2"))
     with pytest.raises(BadBundle, match=said):
@@ -248,7 +248,7 @@ async def test_what_must_not_be_served_changes_nothing(
     assert ("load", "2", "ops") == (told["order"], told["path"], told["by"])
 
 
-async def test_what_cannot_be_adopted_is_taken_back(curated: Curated) -> None:
+async def test_a_failed_activation_is_reverted(curated: Curated) -> None:
     """A bundle that one HTTP process cannot read is served by none."""
     curated.save("2")
     curated.subscriber.problem = "the tokenizer cannot be read"
@@ -287,8 +287,8 @@ async def test_loading_is_seen_and_serving_goes_on(
     assert ["tiny@3 current", "tiny@2 previous"] == await curated.shown()
 
 
-async def test_who_leaves_does_not_stop_it(curated: Curated) -> None:
-    """A client that hangs up has given its order all the same."""
+async def test_a_disconnect_does_not_stop_a_command(curated: Curated) -> None:
+    """The command of a client that disconnects is completed."""
     curated.save("2")
     order = asyncio.create_task(curated.load("2"))
     await asyncio.sleep(0)
@@ -308,7 +308,7 @@ async def test_unloading(curated: Curated) -> None:
     assert {"unloaded": "tiny@2", "current": "tiny@1"} == await curated.unload("tiny@2")
     assert ["tiny@1"] == [*curated.device.texts]
     assert ["tiny@1 current"] == await curated.shown()
-    with pytest.raises(Conflict, match="tiny@1 is the last one that is served"):
+    with pytest.raises(Conflict, match="tiny@1 is the last served model"):
         await curated.unload("tiny@1")
     with pytest.raises(UnknownModel, match="no model 'tiny@2'; loaded here: tiny@1"):
         await curated.unload("tiny@2")
@@ -358,7 +358,7 @@ async def test_a_bundle_leaves_nothing_behind(curated: Curated) -> None:
 
 
 async def test_the_metrics_tell_of_what_is_there(curated: Curated) -> None:
-    """Each bundle has its state; of one that has gone there is no series, whatever HTTP processes still tell of it."""
+    """Each bundle has its state; an unloaded one has no series, although HTTP processes may still report it."""
     curated.save("2")
     await curated.load("2")
     page = curated.metrics.render().decode()
@@ -390,7 +390,7 @@ async def test_orders_are_counted(curated: Curated) -> None:
 
 
 async def test_one_may_stand_by_first(curated: Curated) -> None:
-    """It answers who names it, whatever its embedding space, until it is promoted."""
+    """It answers by its full id, in any embedding space, until it is promoted."""
     curated.save("2", embedding_space="another")
     answer = await curated.load("2", promote=False)
     assert ("tiny@2", "pinned", None) == (
@@ -412,7 +412,7 @@ def check(counts: Counts) -> None:
 
 
 def test_so_many_answers_may_change() -> None:
-    """Of each head; those that were left out say nothing."""
+    """The limit holds for each head; dropped copies do not count."""
     check({"a": {"same": 99, "changed": 1, "dropped": 50}, "b": {"same": 1}})
 
 
@@ -454,7 +454,7 @@ async def test_a_step_back_is_always_allowed(curated: Curated) -> None:
 
 
 async def test_bundles_without_vectors_have_no_space(curated: Curated) -> None:
-    """Nobody compares what is not there."""
+    """Missing embedding spaces are not compared."""
     second = curated.save("2", embedding_space=None)
     heads = read_manifest(second)["heads"]
     restate(second, heads={name: heads[name] for name in heads if name != "embeddings"})
@@ -482,7 +482,7 @@ def test_paths_by_name_or_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_links_are_not_followed(tmp_path: Path) -> None:
-    """What they stand for may change, or be elsewhere."""
+    """The target of a link may change, or be outside of the directory."""
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     for path in ("link", "link/inside"):
@@ -491,14 +491,14 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
 
 
 def test_paths_that_are_none(tmp_path: Path) -> None:
-    """What no file can be called is told like anything else that is wrong."""
+    """A path that no file can have is refused like any other bad path."""
     with pytest.raises(InvalidInput):
         locate(tmp_path, "a" * 300)
 
 
 def test_without_a_directory_nothing_comes() -> None:
-    """It is for the operator to say where bundles may be from."""
-    with pytest.raises(Forbidden, match="no models_dir is set"):
+    """The operator decides from where bundles may be loaded."""
+    with pytest.raises(Forbidden, match="models_dir is unset"):
         locate(None, "a")
 
 
@@ -528,7 +528,7 @@ async def test_the_next_process_serves_the_same(curated: Curated) -> None:
 async def test_what_cannot_be_opened_again_is_left_out(
     curated: Curated, lines: list[EventDict]
 ) -> None:
-    """With a line that says so; who answered before does again."""
+    """A line is logged; the previous version answers again."""
     curated.save("2")
     await curated.load("2")
     shutil.rmtree(curated.models_dir / "2")
@@ -539,7 +539,7 @@ async def test_what_cannot_be_opened_again_is_left_out(
     assert [("not served again", "tiny@2")] == told
 
 
-async def test_what_has_changed_is_told(curated: Curated, lines: list[EventDict]) -> None:
+async def test_a_changed_bundle_is_logged(curated: Curated, lines: list[EventDict]) -> None:
     """A directory with another bundle in it is served, but does not answer for the name of the one that was there."""
     curated.save("2")
     await curated.load("2")
@@ -556,6 +556,6 @@ async def test_nothing_left_is_an_error(curated: Curated) -> None:
     curated.save("2")
     await curated.load("2", keep_old=False)
     shutil.rmtree(curated.models_dir / "2")
-    with pytest.raises(BundleError, match="no such bundle directory"):
+    with pytest.raises(BundleError, match="the bundle directory does not exist"):
         async with AsyncExitStack() as stack:
             await again(curated, stack)

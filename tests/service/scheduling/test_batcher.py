@@ -200,7 +200,7 @@ async def settle() -> None:
 
 
 def test_plan_starts_with_the_first_in_line() -> None:
-    """Entries come in the order of the line, whose business it is who is first."""
+    """Entries are scheduled in the order of the fair queue, which decides the first one."""
     first = text(30, start=7.0)
     assert plan([first, text(start=5.0), text(30)], FIXED, ROOMY, 0.0)[0] is first
 
@@ -211,7 +211,7 @@ def test_plan_of_nothing_is_empty() -> None:
 
 
 async def test_plan_skips_the_late_and_the_cancelled() -> None:
-    """No work is done for who cannot be answered any more."""
+    """Entries that cannot be answered any more are not computed."""
     alive, late, cancelled = text(deadline=10.1), text(deadline=10.0), text()
     future = asyncio.get_running_loop().create_future()
     QueuedRequest(
@@ -227,15 +227,15 @@ def test_plan_keeps_to_the_bundle_of_its_head() -> None:
     assert plan([ours[0], text(bundle="other@1"), ours[1]], FIXED, ROOMY, 0.0) == ours
 
 
-def test_plan_gives_who_is_to_be_alone_no_company() -> None:
-    """Such an entry has no companions, and is nobody's."""
+def test_plan_batches_an_unbatched_entry_alone() -> None:
+    """Such an entry is batched with no other entry."""
     ours, alone = texts(2), text(unbatched=True)
     assert plan([alone, *ours], FIXED, ROOMY, 0.0) == [alone]
     assert plan([ours[0], alone, ours[1]], FIXED, ROOMY, 0.0) == ours
 
 
 def test_plan_fills_the_token_budget_without_stopping_at_the_first_that_does_not_fit() -> None:
-    """30 and 45 fit 80 tokens; 60 does not, and stands in nobody's way."""
+    """30 and 45 fit 80 tokens; 60 does not, and the entries after it are still considered."""
     entries = [text(30), text(60), text(45)]
     assert lengths(plan(entries, FIXED, Budget(80, 10), 0.0)) == [30, 45]
 
@@ -306,7 +306,7 @@ def test_plan_takes_all_lengths_where_padding_is_free() -> None:
 
 
 def test_plan_prefers_like_lengths_where_padding_is_computed() -> None:
-    """Beside 300 tokens, 3 cost a hundred times what they are."""
+    """Next to 300 tokens, 3 cost a hundred times their number."""
     entries = [text(300), text(3), text(290), text(4)]
     assert lengths(plan(entries, RECTANGLE, ROOMY, 0.0)) == [300, 290]
 
@@ -331,7 +331,7 @@ def test_plan_does_not_batch_where_batching_does_not_pay(cost: Cost) -> None:
     assert len(plan([text(10), text(10), text(11)], cost, ROOMY, 0.0)) == 1
 
 
-def test_plan_stops_where_company_gains_next_to_nothing() -> None:
+def test_plan_stops_where_companions_gain_little() -> None:
     """Nine texts come within a hundredth of the speed of sixty, in a seventh of the time."""
     cost = Cost(per_run=0.01, per_token=0.01, per_slot=0.0)
     assert len(plan(texts(60), cost, ROOMY, 0.0)) == 9
@@ -346,7 +346,7 @@ def test_plan_stops_where_company_gains_next_to_nothing() -> None:
 def test_plan_is_never_dearer_than_its_head_alone(
     sizes: list[int], terms: tuple[float, float, float], tokens: int, size: int
 ) -> None:
-    """Whatever the cost and the budget, company makes a token cheaper, and the budget holds."""
+    """For all costs and budgets, companions make a token cheaper, and the budget holds."""
     cost = Cost(*terms)
     batch = lengths(plan([text(size) for size in sizes], cost, Budget(tokens, size), 0.0))
     assert batch[0] == sizes[0]
@@ -365,7 +365,7 @@ async def test_outcomes_come_in_the_order_of_the_entries() -> None:
 
 
 async def test_each_entry_of_a_bundle_that_is_served_alone_has_a_batch_of_its_own() -> None:
-    """Its queue drains at the speed of lone entries, others' are batched, and nobody is held for company."""
+    """Its queue drains at the speed of single entries, other models are batched, and no entry waits for companions."""
     gate = Gate()
     async with serving(gate, bundles=["m@1"], max_wait_ms=60_000) as batcher:
         batcher.add_bundle("alone@1", costing(FIXED), unbatched=True)
@@ -403,8 +403,8 @@ async def test_outcomes_tell_of_their_batch() -> None:
     assert outcomes[0].padding_ratio == pytest.approx(40 / 30)
 
 
-async def test_outcomes_are_told_as_their_batches_end() -> None:
-    """Each entry is told of once, with its own outcome, before the request is answered."""
+async def test_outcomes_are_reported_as_their_batches_end() -> None:
+    """Each entry's outcome is reported once, before the request is answered."""
     gate, told = Gate(), []
     async with serving(gate, max_batch_size=1) as batcher:
         entries = texts(2)
@@ -448,7 +448,7 @@ async def test_every_batch_is_observed() -> None:
 
 
 async def test_an_answer_has_left_before_anything_is_learnt_of_it() -> None:
-    """Learning what a batch cost takes up to a millisecond, which nobody has to wait for.
+    """Updating the cost model takes up to a millisecond, and no response waits for it.
 
     In a process of its own an answer leaves two turns of the event loop after its future is done: a callback of the
     future sends it, and what one turn sends is written together in the next.
@@ -487,11 +487,41 @@ async def test_the_cost_is_refined_by_real_batches() -> None:
     assert estimators[1].cost.seconds(10, 1, 10) == pytest.approx(3.0, rel=0.01)
 
 
+async def test_mask_tokens_count_in_the_expected_time_and_in_the_cost() -> None:
+    """Their logits cost time: the expected time of a batch, the drain rate and the fitted cost include them."""
+
+    def answer(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+        return [dict.fromkeys(("masks", "other"), np.zeros(1, np.float32)) for _ in encodings]
+
+    gate, clock = Gate(answer), Clock()
+    estimators = costing(Cost(1.0, 0.01, 0.0, per_mask=0.5))
+    samples: list[Sample] = []
+    estimators[1].refine = samples.append  # type: ignore[method-assign]
+
+    def count_masks(window: Encoding, heads: Heads) -> int:
+        return len(window) // 2 if heads == ("masks",) else 0
+
+    async with serving(gate, bundles=[], clock=clock, max_batch_size=2) as batcher:
+        batcher.add_bundle("m@1", estimators, count_masks=count_masks)
+        first = await submitted(batcher, [text(10, heads=("masks",)), text(10, heads=("other",))])
+        await gate.batch()
+        (running,) = batcher.running
+        assert running.expected_s == pytest.approx(1.0 + 0.01 * 20 + 0.5 * 5)
+        plain = await submitted(batcher, [text(10, heads=("other",))])
+        unmasked = batcher.load().rates["m@1"]
+        masked = await submitted(batcher, [text(10, heads=("masks",))])
+        assert batcher.load().rates["m@1"] < unmasked
+        gate.let(10)
+        await asyncio.gather(first, plain, masked)
+        await settle()
+    assert 10 == sum(sample.masks for sample in samples)
+
+
 # Order
 
 
 async def test_one_text_behind_a_thousand_waits_for_one_batch() -> None:
-    """Who comes with one text while a thousand wait rides in the very next batch."""
+    """A single text that arrives while a thousand wait is in the next batch."""
     gate = Gate()
     async with serving(gate, max_batch_size=8) as batcher:
         bulk = await submitted(batcher, texts(1000))
@@ -522,7 +552,7 @@ async def test_two_large_requests_share_the_replica_by_tokens() -> None:
 
 
 async def test_a_latecomer_does_not_catch_up_on_what_it_missed() -> None:
-    """Who comes when half of another request is served takes turns with the other half."""
+    """A request that arrives when half of another one is served takes turns with the other half."""
     gate = Gate()
     async with serving(gate, LINEAR) as batcher:  # batches of one
         first, second = texts(20), texts(10)
@@ -568,7 +598,7 @@ async def test_flows_that_come_together_are_served_as_they_came() -> None:
 async def served(
     gate: Gate, batcher: Batcher, flows: dict[str, list[Entry]], tokens: int
 ) -> Counter[str]:
-    """The tokens that each flow was given of the first so many, all wanting more than they get."""
+    """The tokens of each flow among the first ones scheduled, while all flows have more waiting."""
     name_of = {number(entry): name for name, entries in flows.items() for entry in entries}
     await submitted(batcher, [text()])  # so that all wait before any is served
     await gate.batch()
@@ -612,7 +642,7 @@ async def test_the_classes_share_eight_to_one() -> None:
 
 
 @pytest.mark.parametrize("crowd", [1, POOL_MOST + 50], ids=["a few", "more than a plan looks at"])
-async def test_nobody_is_passed_over_for_ever(crowd: int) -> None:
+async def test_no_entry_is_skipped_for_ever(crowd: int) -> None:
     """A second text gets its seat although new single texts, due before it, keep coming."""
     gate = Gate()
     async with serving(gate, LINEAR) as batcher:  # batches of one
@@ -647,8 +677,8 @@ async def test_a_seat_starts_the_count_again() -> None:
         assert MAX_SKIPPED < third - second <= MAX_SKIPPED + 2
 
 
-async def test_who_was_passed_over_rides_once_beside_other_flows() -> None:
-    """Whose turn comes by waiting may also be in line by its start, and has one seat all the same."""
+async def test_a_skipped_entry_is_scheduled_once_next_to_other_flows() -> None:
+    """An entry that is due by skips may also be next by virtual time, and is scheduled once."""
     gate = Gate()
     rng = random.Random(0)
     tasks, seats = [], []
@@ -821,14 +851,14 @@ async def test_max_wait_holds_a_batch_until_it_is_full() -> None:
 
 
 async def test_max_wait_ends() -> None:
-    """A text that nobody joins leaves alone, two milliseconds after it came."""
+    """A text without companions is computed alone, two milliseconds after its arrival."""
     clock = asyncio.get_running_loop().time
     async with serving(echo, max_wait_ms=2, clock=clock) as batcher:
         (outcome,) = await batcher.submit([text(arrival=clock())])
     assert outcome.queue_s >= 0.002 - 1e-6
 
 
-async def test_nobody_is_held_beyond_its_deadline() -> None:
+async def test_no_entry_is_held_beyond_its_deadline() -> None:
     """A text that could wait a minute for company leaves in time to be answered."""
     clock = asyncio.get_running_loop().time
     async with serving(echo, max_wait_ms=60_000, clock=clock) as batcher:
@@ -836,8 +866,8 @@ async def test_nobody_is_held_beyond_its_deadline() -> None:
     assert outcome.queue_s < 1.5
 
 
-async def test_nobody_is_held_in_the_way_of_another_bundle() -> None:
-    """A slot does not stand idle for one bundle's company while texts of another wait."""
+async def test_no_entry_is_held_while_another_bundle_waits() -> None:
+    """A slot is not kept idle for companions of one bundle while texts of another wait."""
     gate = Gate()
     async with serving(gate, bundles=["a@1", "b@1"], max_wait_ms=60_000) as batcher:
         await submitted(batcher, texts(1, bundle="a@1"))
@@ -846,13 +876,13 @@ async def test_nobody_is_held_in_the_way_of_another_bundle() -> None:
         assert (await gate.batch()).bundle == "a@1"
 
 
-async def test_nobody_is_held_who_is_to_be_alone() -> None:
+async def test_an_unbatched_entry_is_not_held() -> None:
     """There is no company to wait for."""
     async with serving(echo, max_wait_ms=60_000) as batcher:
         assert len(await asyncio.wait_for(batcher.submit([text(unbatched=True)]), 30)) == 1
 
 
-async def test_draining_does_not_wait_for_company() -> None:
+async def test_draining_does_not_wait_for_companions() -> None:
     """Once no request can come, a held batch leaves."""
     async with serving(echo, max_wait_ms=60_000) as batcher:
         held = await submitted(batcher, texts(1))
@@ -878,11 +908,11 @@ async def test_batches_that_run_are_known() -> None:
         assert not batcher.running
 
 
-# The batch that is set out
+# The prefetched batch
 
 
 def blocking(gate: Gate, started: int, seconds: float = 2.0) -> bool:
-    """Whether so many batches start while the event loop stands still."""
+    """Whether this many batches start while the event loop is blocked."""
     end = time.monotonic() + seconds
     while gate.started < started and time.monotonic() < end:
         time.sleep(0.001)
@@ -890,7 +920,7 @@ def blocking(gate: Gate, started: int, seconds: float = 2.0) -> bool:
 
 
 async def test_a_thread_goes_on_before_its_answers_are_read() -> None:
-    """One batch is set out: the thread takes it by itself, and no other."""
+    """One batch is prefetched: the thread takes it without the event loop, and no second one."""
     gate = Gate()
     async with serving(gate, LINEAR) as batcher:
         requests = [await submitted(batcher, texts(1)) for _ in range(5)]
@@ -903,8 +933,8 @@ async def test_a_thread_goes_on_before_its_answers_are_read() -> None:
         assert gate.started == 5
 
 
-async def test_what_is_set_out_waits_in_line_until_it_begins() -> None:
-    """It counts for who comes, as the rest of the queue does, and no more once it runs."""
+async def test_a_prefetched_batch_counts_as_waiting_until_it_begins() -> None:
+    """It counts as waiting, like the rest of the queue, until it runs."""
     gate = Gate()
     async with serving(gate, LINEAR) as batcher:
         requests = [await submitted(batcher, texts(1)) for _ in range(5)]
@@ -919,7 +949,9 @@ async def test_what_is_set_out_waits_in_line_until_it_begins() -> None:
 
 
 @pytest.mark.parametrize(("waiting", "set_out"), [(3, False), (4, True)])
-async def test_a_batch_that_wants_company_is_not_set_out(waiting: int, set_out: bool) -> None:
+async def test_a_batch_that_waits_for_companions_is_not_prefetched(
+    waiting: int, set_out: bool
+) -> None:
     """Where as many as it takes are left behind, those that come could make it no better."""
     gate = Gate()
     async with serving(gate, FIXED, max_batch_size=2) as batcher:
@@ -930,8 +962,8 @@ async def test_a_batch_that_wants_company_is_not_set_out(waiting: int, set_out: 
         await asyncio.gather(*requests)
 
 
-async def test_a_part_of_a_large_request_is_set_out() -> None:
-    """Where nobody else waits, no slot waits for the event loop."""
+async def test_a_part_of_a_large_request_is_prefetched() -> None:
+    """With no other flow waiting, no slot waits for the event loop."""
     gate = Gate()
     async with serving(gate, LINEAR) as batcher:
         large = await submitted(batcher, texts(5))
@@ -941,7 +973,7 @@ async def test_a_part_of_a_large_request_is_set_out() -> None:
         await large
 
 
-async def test_a_part_of_a_large_request_is_taken_back_for_whoever_comes() -> None:
+async def test_the_prefetch_of_a_large_request_is_canceled_for_a_new_one() -> None:
     """A text that comes meanwhile goes before what is left of it, and each of it is computed once."""
     gate = Gate()
     async with serving(gate, LINEAR) as batcher:
@@ -960,8 +992,8 @@ async def test_a_part_of_a_large_request_is_taken_back_for_whoever_comes() -> No
         assert sorted(ran) == sorted(map(number, [*many, late]))
 
 
-async def test_what_is_set_out_is_taken_back_for_another_flow() -> None:
-    """Who is owed the slot has it; those that had been set out are next, each once."""
+async def test_a_prefetch_is_canceled_for_another_flow() -> None:
+    """The flow with the smallest virtual time gets the slot; the canceled prefetch is next, each entry once."""
     gate = Gate()
     async with serving(gate, LINEAR, bundles=["a@1", "b@1"]) as batcher:
         ours = [text(bundle="a@1") for _ in range(4)]
@@ -975,8 +1007,8 @@ async def test_what_is_set_out_is_taken_back_for_another_flow() -> None:
         assert ran == [[number(entry)] for entry in (other, *ours[1:])]
 
 
-async def test_a_batch_is_set_out_while_several_flows_wait() -> None:
-    """Whose turn it is is known: those that come behind others of their flow change nothing of it."""
+async def test_a_batch_is_prefetched_while_several_flows_wait() -> None:
+    """The next flow is known: new entries of waiting flows do not change it."""
     gate = Gate()
     async with serving(gate, LINEAR, bundles=["a@1", "b@1"]) as batcher:
         ours, others = ([text(bundle=bundle) for _ in range(3)] for bundle in ("a@1", "b@1"))
@@ -989,7 +1021,7 @@ async def test_a_batch_is_set_out_while_several_flows_wait() -> None:
         await asyncio.gather(*requests)
 
 
-async def test_what_is_set_out_is_taken_back_for_a_probe() -> None:
+async def test_a_prefetch_is_canceled_for_a_probe() -> None:
     """Under load no slot would be idle for it."""
     gate = Gate()
     async with serving(gate, LINEAR) as batcher:
@@ -1002,7 +1034,7 @@ async def test_what_is_set_out_is_taken_back_for_a_probe() -> None:
         await asyncio.gather(probe, *requests)
 
 
-async def test_who_leaves_is_not_computed_though_it_was_set_out() -> None:
+async def test_a_canceled_entry_of_a_prefetch_is_not_computed() -> None:
     """The next in line takes its place, while the thread still runs the batch before."""
     gate = Gate()
     async with serving(gate, LINEAR) as batcher:
@@ -1019,15 +1051,15 @@ async def test_who_leaves_is_not_computed_though_it_was_set_out() -> None:
         assert gate.started == 4
 
 
-async def test_who_leaves_just_as_it_begins_is_computed_for_nobody() -> None:
-    """The thread was faster; what waits is counted right all the same."""
+async def test_an_entry_canceled_at_its_start_has_no_receiver() -> None:
+    """The thread began before the cancellation; the waiting entries are still counted right."""
     gate = Gate()
     async with serving(gate, LINEAR) as batcher:
         requests = [await submitted(batcher, texts(1)) for _ in range(5)]
         await gate.batch()
         gate.let()
         assert blocking(gate, 2)
-        requests[1].cancel()  # before the loop hears that its batch has begun
+        requests[1].cancel()  # before the loop processes the start of its batch
         await settle()
         assert batcher.load().queue_tokens == 30
         gate.let(10)
@@ -1036,7 +1068,7 @@ async def test_who_leaves_just_as_it_begins_is_computed_for_nobody() -> None:
         assert batcher.load().queue_tokens == 0
 
 
-async def test_a_batch_that_is_set_out_ends_with_the_batcher() -> None:
+async def test_a_prefetched_batch_ends_with_the_batcher() -> None:
     """What is not answered in time is not begun either."""
     gate = Gate()
     batcher = Batcher(gate, clock=Clock())
@@ -1052,7 +1084,7 @@ async def test_a_batch_that_is_set_out_ends_with_the_batcher() -> None:
 
 
 async def test_a_probe_goes_before_all_that_waits() -> None:
-    """It takes the next slot that is free; nobody is told of it, and it teaches no cost."""
+    """It takes the next free slot; no outcome is reported, and it does not change the cost model."""
     gate, seen = Gate(), []
     async with serving(gate, max_batch_size=1, observe=seen.append) as batcher:
         asked = await submitted(batcher, texts(3))
@@ -1067,7 +1099,7 @@ async def test_a_probe_goes_before_all_that_waits() -> None:
 
 
 async def test_probes_take_one_slot_and_many_by_turns() -> None:
-    """Where all are idle; beside a batch that runs, one."""
+    """All slots are probed if they are idle; one is probed next to a running batch."""
     gate = Gate()
     async with serving(gate, bundles=[], slots=2, wide=2, max_batch_size=1) as batcher:
         batcher.add_bundle("m@1", costing(SOONER, slots=2))
@@ -1143,7 +1175,7 @@ async def test_a_request_is_refused_whole() -> None:
 
 @pytest.mark.parametrize(("limit", "deadline"), [(50, math.inf), (1000, 1.0)], ids=["room", "time"])
 async def test_what_was_admitted_before_is_not_refused(limit: int, deadline: float) -> None:
-    """Neither for want of room nor for want of time."""
+    """An admitted request is not refused later, neither for the queue's limit nor for its deadline."""
     gate = Gate()
     async with serving(gate, max_queue_tokens=limit) as batcher:
         for entry in texts(2, 40):
@@ -1178,7 +1210,7 @@ async def test_a_request_of_two_bundles_is_our_bug() -> None:
 
 
 async def test_a_removed_bundle_answers_what_runs_and_fails_what_waits() -> None:
-    """Unloading a model leaves nobody hanging, and the other models alone."""
+    """Unloading a model leaves no request unanswered, and does not change other models."""
     gate = Gate()
     async with serving(gate, LINEAR, bundles=["a@1", "b@1"]) as batcher:
         running = await submitted(batcher, texts(1, bundle="a@1"))
@@ -1254,7 +1286,7 @@ async def test_a_text_is_not_refused_for_a_thousand_that_let_it_pass() -> None:
             await batcher.submit([text(100, deadline=1.0)])
 
 
-async def test_a_full_queue_has_room_for_who_has_less_than_a_part() -> None:
+async def test_a_full_queue_accepts_a_tenant_below_its_share() -> None:
     """One tenant's flood takes from another what it does not use, and nothing else."""
     gate = Gate()
     async with serving(gate, LINEAR, max_queue_tokens=1000) as batcher:
@@ -1310,7 +1342,7 @@ async def test_a_cancelled_request_leaves_the_queue() -> None:
     assert gate.started == 2
 
 
-async def test_cancelling_a_running_request_harms_nobody() -> None:
+async def test_canceling_a_running_request_affects_no_other() -> None:
     """Its companions in the batch are answered, and the rest of it never runs."""
     gate = Gate()
     async with serving(gate, max_batch_size=2) as batcher:
@@ -1475,8 +1507,8 @@ def two_heads(width: int, bundle: str, encodings: Sequence[Encoding], heads: Hea
     )
 
 
-async def test_only_the_head_that_was_asked_for_is_checked_and_returned() -> None:
-    """A head that overflows on this text is no concern of those who ask another."""
+async def test_only_the_requested_head_is_checked_and_returned() -> None:
+    """A head whose output overflows on this text does not fail requests for another head."""
     async with serving(two_heads) as batcher:
         (outcome,) = await batcher.submit([text(heads=("h",))])
         assert list(outcome.outputs) == ["h"]
@@ -1500,7 +1532,7 @@ async def test_a_batch_computes_the_heads_of_its_entries() -> None:
 
 
 async def test_a_wrong_number_of_results_fails_the_batch() -> None:
-    """Whose result is missing cannot be told, so nobody gets a stranger's."""
+    """The missing result cannot be identified, so no entry gets another entry's result."""
     async with serving(
         lambda width, bundle, encodings, heads: echo(width, bundle, encodings)[1:]
     ) as batcher:
@@ -1535,7 +1567,7 @@ async def test_a_batch_that_is_lost_fails_alone(caplog: pytest.LogCaptureFixture
 
 
 async def test_an_observer_that_fails_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    """What goes wrong with metrics is logged, and answers go on."""
+    """An error in the metrics is logged, and requests are answered."""
 
     def broken(stats: BatchStats) -> None:
         raise ZeroDivisionError
@@ -1547,7 +1579,7 @@ async def test_an_observer_that_fails_ends_nothing(caplog: pytest.LogCaptureFixt
 
 
 async def test_a_batcher_that_breaks_fails_every_waiter(caplog: pytest.LogCaptureFixture) -> None:
-    """A bug in the batcher is loud: nobody hangs, nothing more is accepted or served, it is logged, once."""
+    """After a bug in the batcher, no request hangs, none is accepted or served, and it is logged once."""
 
     def broken() -> float:
         raise ZeroDivisionError
@@ -1558,7 +1590,7 @@ async def test_a_batcher_that_breaks_fails_every_waiter(caplog: pytest.LogCaptur
         with pytest.raises(errors.NotReady):
             await batcher.submit(texts(1))
         assert not batcher.load().ready
-        batcher.remove_bundle("m@1")  # a message that nobody takes any more
+        batcher.remove_bundle("m@1")  # a message without a receiver
     assert "ZeroDivisionError" in caplog.text
     assert 1 == caplog.text.count("the batcher broke")
 

@@ -37,6 +37,39 @@ def test_seconds_adds_run_tokens_and_attention_slots() -> None:
     assert Cost(1.0, 0.1, 0.01).seconds(tokens=12, size=2, longest=10) == pytest.approx(4.2)
 
 
+def test_seconds_adds_mask_tokens() -> None:
+    """A fill-mask head computes logits of the vocabulary for each mask token."""
+    cost = Cost(1.0, 0.1, 0.01, per_mask=0.5)
+    assert cost.seconds(tokens=12, size=2, longest=10, masks=3) == pytest.approx(5.7)
+    assert cost.tokens_per_second([5, 5], masks=4) == pytest.approx(10 / (1 + 1 + 0.5 + 2))
+
+
+def test_the_cost_of_mask_tokens_is_found_by_one_sample_of_them() -> None:
+    """Fitted to samples without masks and one with masks, the cost predicts batches with any number of masks."""
+    line = Cost(2e-3, 3e-5, 4e-9, per_mask=2e-4)
+
+    def masked(size: int, length: int, masks: int) -> Sample:
+        shape = size * length, size, length
+        return Sample(*shape, line.seconds(*shape, masks), masks)
+
+    estimator = Estimator([*samples(), masked(1, 64, 64)])
+    for taken in (masked(8, 64, 512), masked(8, 64, 8), masked(8, 64, 0)):
+        found = estimator.cost.seconds(*taken[:3], taken.masks)
+        assert found == pytest.approx(taken.seconds, rel=1e-3)
+
+
+def test_batches_of_mask_tokens_do_not_change_the_cost_of_others() -> None:
+    """After a hundred batches full of masks, batches without any cost what they did before."""
+    estimator = Estimator(samples())
+    shape = 8 * 64, 8, 64
+    for _ in range(100):
+        estimator.refine(Sample(*shape, CPU.seconds(*shape) + 512 * 2e-4, 512))
+    assert estimator.cost.seconds(*shape, 512) == pytest.approx(
+        CPU.seconds(*shape) + 512 * 2e-4, rel=1e-2
+    )
+    assert estimator.cost.seconds(*shape) == pytest.approx(CPU.seconds(*shape), rel=0.1)
+
+
 def test_a_padded_batch_computes_its_padding() -> None:
     """Two texts of 2 and 10 tokens are 20 tokens to a graph that takes a rectangle."""
     cost = Cost(1.0, 0.1, 0.01, padded=True)
@@ -93,7 +126,7 @@ def test_fit_agrees_with_an_exhaustive_search() -> None:
 
 
 def test_one_sample_is_shared_evenly_by_the_terms() -> None:
-    """What cannot be told apart is split, and the measured batch is still predicted."""
+    """Terms that one sample cannot separate share its cost, and the measured batch is predicted exactly."""
     cost = fit([Sample(tokens=100, size=2, longest=50, seconds=0.3)])
     assert cost.per_run == pytest.approx(0.1)
     assert cost.per_token * 100 == pytest.approx(0.1)
@@ -102,7 +135,7 @@ def test_one_sample_is_shared_evenly_by_the_terms() -> None:
 
 @pytest.mark.parametrize("none", [[], [Sample(10, 1, 10, 0.0)]], ids=["no sample", "no time"])
 def test_without_evidence_the_cost_is_a_guess(none: list[Sample]) -> None:
-    """A clock that did not move says nothing."""
+    """A duration of zero is no evidence."""
     assert fit(none) == GUESS
     assert Estimator(none).cost == GUESS
 
@@ -181,7 +214,7 @@ def test_estimator_remembers_shapes_that_traffic_does_not_show() -> None:
 
 
 def test_estimator_ignores_a_batch_without_duration() -> None:
-    """A clock that stands still teaches nothing."""
+    """A duration of zero does not change the estimate."""
     estimator = Estimator(samples())
     for _ in range(100):
         estimator.refine(Sample(10, 1, 10, 0.0))
@@ -240,7 +273,7 @@ def test_measure_stays_within_the_longest_window() -> None:
 
 
 def test_measure_stays_within_the_largest_batch() -> None:
-    """What is never batched is measured on lone inputs only."""
+    """Unbatched graphs are measured with single inputs only."""
     measured = Model(CPU).measure(max_size=1)
     assert {taken.size for taken in measured} == {1}
     assert {taken.longest for taken in measured} == {16, 32, 128, 512}

@@ -93,7 +93,7 @@ def test_an_empty_queue_expects_typical_texts() -> None:
 def test_late_requests_are_found_once_their_deadline_is_here(
     loop: asyncio.AbstractEventLoop,
 ) -> None:
-    """Early looks cost nothing and change nothing; a request is as late as its first entry."""
+    """Earlier checks cost and change nothing; a request is late as soon as its first entry is."""
     line = FairQueue()
     line.models["m@1"] = ModelStatistics({1: Estimator()})
     requests = [
@@ -115,7 +115,7 @@ def test_late_requests_are_found_once_their_deadline_is_here(
 
 
 @pytest.mark.parametrize("taken", [True, False], ids=["taken", "cancelled"])
-def test_who_has_left_is_not_kept(loop: asyncio.AbstractEventLoop, taken: bool) -> None:
+def test_a_disconnected_client_is_forgotten(loop: asyncio.AbstractEventLoop, taken: bool) -> None:
     """A lane in which nothing waits holds on to no text, whether it was looked at or not."""
     lane = FlowQueue(FLOW, ModelStatistics({1: Estimator()}))
     for looked_at in (True, False):
@@ -137,7 +137,7 @@ def test_who_has_left_is_not_kept(loop: asyncio.AbstractEventLoop, taken: bool) 
 
 
 def test_as_many_are_looked_at_as_eight_batches_hold() -> None:
-    """Few where batches are small, so that nobody is passed over for long; many where they are large."""
+    """Few where batches are small, so that no entry is skipped for long; many where they are large."""
     queue = ModelStatistics({1: Estimator()})
     assert queue.pool_size == 32
     for _ in range(100):
@@ -149,7 +149,7 @@ def test_as_many_are_looked_at_as_eight_batches_hold() -> None:
 
 
 def test_the_price_of_a_token_is_that_of_what_may_share_a_batch() -> None:
-    """Who never has company pays for whole runs."""
+    """An entry that cannot share a batch pays for whole runs."""
     cost = Cost(per_run=1.0, per_token=0.01, per_slot=0.0)
     prices = []
     for alone in (False, True):

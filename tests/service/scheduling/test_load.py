@@ -11,7 +11,7 @@ BULK = Flow("m@1", 1, "theirs")
 
 
 def singles(*tokens: int) -> Backlog:
-    """What waits are single texts of so many tokens."""
+    """Waiting single texts of this many tokens each."""
     return Backlog.of(*[RemainingWork(count, 1) for count in tokens])
 
 
@@ -35,11 +35,11 @@ def test_nothing_waits_before_the_first() -> None:
 
 
 def test_a_bundle_of_unknown_speed_is_not_waited_for() -> None:
-    """Whoever is to say how long says nothing, and the request is tried."""
+    """Without an estimate, the request is accepted."""
     assert load(ours=singles(500)).wait_s(Flow("other@1"), 10) == 0.0
 
 
-def test_who_waits_in_the_same_flow_is_waited_for() -> None:
+def test_an_entry_of_the_same_flow_is_waited_for() -> None:
     """Ten texts of ten tokens are before ours."""
     assert load(ours=singles(*[10] * 10)).wait_s(OURS, 10) == pytest.approx(1.1)
 
@@ -52,7 +52,7 @@ def test_a_larger_request_lets_a_smaller_one_pass() -> None:
 
 
 def test_another_tenant_holds_up_by_its_part() -> None:
-    """Whatever waits of them, one token of theirs goes with each of ours; and no more than they have."""
+    """For each token of the tenant, at most one token of each other tenant is computed first."""
     assert load(theirs=singles(10_000)).wait_s(OURS, 100) == pytest.approx(2.0)
     assert load(theirs=singles(30)).wait_s(OURS, 100) == pytest.approx(1.3)
 
@@ -69,7 +69,7 @@ def test_a_slow_bundle_is_charged_by_its_time() -> None:
 
 
 def test_what_was_sent_since_counts() -> None:
-    """A load told a moment ago does not know of what came after."""
+    """The load that was reported a moment ago does not contain the requests sent since."""
     told = load()
     told.add(OURS, RemainingWork(50, 1))
     told.add(OURS, RemainingWork(50, 1))
@@ -79,7 +79,7 @@ def test_what_was_sent_since_counts() -> None:
 
 
 def test_a_bundle_that_has_just_come_counts_from_the_next_time_on() -> None:
-    """Its speed is not known yet, so nobody can tell how long others wait for it."""
+    """Its speed is not known yet, so the wait of the other requests is unknown."""
     told = load(ours=singles(100))
     told.add(Flow("new"), RemainingWork(5000, 1))
     assert told.wait_s(Flow("new"), 100) == 0.0

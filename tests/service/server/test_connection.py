@@ -66,7 +66,7 @@ class Answer:
 
 
 class Client:
-    """A connection, and what is heard on it."""
+    """A connection, and the bytes received on it."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -237,7 +237,7 @@ async def test_a_head_may_come_in_pieces(listen: Listen) -> None:
 
 
 async def test_an_answer_leaves_before_it_is_recorded(engines: FakeEngines) -> None:
-    """Nobody waits for the log and the metrics."""
+    """A response does not wait for the log and the metrics."""
     metrics, heard = Metrics(), []
     app = create_app(Settings(), engines.open, metrics)
     async with (
@@ -330,7 +330,7 @@ async def test_a_head_of_nearly_the_limit_is_read(listen: Listen) -> None:
 
 
 async def test_what_stands_behind_a_body_is_read_past(listen: Listen) -> None:
-    """A chunked body may have headers behind it, which nobody asked for."""
+    """A chunked body may have trailers, which are ignored."""
     behind = b"".join(b"X%d: a\r\n" % n for n in range(2 * connection_module.HEADERS))
     async with listen() as server, server.client() as client:
         for _ in range(2):
@@ -339,7 +339,7 @@ async def test_what_stands_behind_a_body_is_read_past(listen: Listen) -> None:
 
 
 async def test_a_slow_head_is_given_up(listen: Listen) -> None:
-    """Who drips headers is told, and closed, however steadily it drips."""
+    """A client that sends headers too slowly, at any steady rate, gets 408 and is disconnected."""
     async with listen(header_timeout_s=0.2) as server, server.client() as client:
 
         async def drip() -> None:
@@ -357,7 +357,7 @@ async def test_a_slow_head_is_given_up(listen: Listen) -> None:
 
 @pytest.mark.parametrize("said", [b"", b"\r\n"], ids=["nothing", "blank-lines"])
 async def test_a_silent_connection_is_closed(listen: Listen, said: bytes) -> None:
-    """Who connects and asks nothing is closed without a word."""
+    """A client that connects and sends nothing is disconnected without a response."""
     async with listen(idle_s=0.2) as server, server.client() as client:
 
         async def drip() -> None:
@@ -520,7 +520,7 @@ async def test_requests_may_be_sent_ahead(listen: Listen) -> None:
         assert await client.ended()
 
 
-async def test_who_sent_ahead_and_hangs_up_is_not_answered(
+async def test_pipelined_requests_of_a_disconnected_client_are_dropped(
     listen: Listen, engine: FakeEngine
 ) -> None:
     """The request that is worked on is given up, though another was the last to come."""
@@ -533,11 +533,11 @@ async def test_who_sent_ahead_and_hangs_up_is_not_answered(
         await until(lambda: not server.state.tasks)
 
 
-# -- refusals that have to reach those who still send -----------------------------------------------
+# -- refusals that must reach clients that still send -----------------------------------------------
 
 
-async def test_a_refused_body_is_heard_out(listen: Listen, engine: FakeEngine) -> None:
-    """A client that sends all of a large body before it listens hears why it was refused, and may ask again."""
+async def test_a_refused_body_is_read_to_its_end(listen: Listen, engine: FakeEngine) -> None:
+    """A client that reads only after sending a large body gets the refusal, and may reuse the connection."""
     async with listen(max_body_bytes=1000) as server, server.client() as client:
         client.send(post(b"x" * 20_000_000))
         await client.writer.drain()
@@ -562,7 +562,7 @@ async def test_a_refused_body_does_not_count_as_silence(listen: Listen) -> None:
 async def test_a_refused_body_without_end_is_not(
     listen: Listen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A body that was refused and goes on for ever is cut off in the end."""
+    """The connection is closed if a refused body continues without end."""
     monkeypatch.setattr(connection_module, "HEARING_S", 0.2)
     async with listen(idle_s=0.2, max_body_bytes=1000) as server, server.client() as client:
 
@@ -577,7 +577,7 @@ async def test_a_refused_body_without_end_is_not(
             await go_on()
 
 
-async def test_a_closing_answer_is_heard_by_who_still_sends(listen: Listen) -> None:
+async def test_a_closing_response_reaches_a_client_that_still_sends(listen: Listen) -> None:
     """An answer that ends the connection is not taken away from a client that listens only afterwards."""
     async with listen(body_timeout_s=0.05) as server, server.client() as client:
         client.send(HEAD + b"Content-Length: 10000000\r\n\r\n")
@@ -589,7 +589,7 @@ async def test_a_closing_answer_is_heard_by_who_still_sends(listen: Listen) -> N
         assert await client.ended()
 
 
-# -- answers that nobody reads -----------------------------------------------------------------------
+# -- responses that the client does not read -----------------------------------------------------------------------
 
 LARGE = b"x" * 50_000_000  # more than the system keeps for a connection
 
@@ -601,7 +601,7 @@ def large() -> ASGIApp:
 
 
 async def test_a_broken_body_behind_an_answer(large: ASGIApp) -> None:
-    """Who is being answered before it has said all, and then says nonsense, is cut off."""
+    """A client that sends invalid data in the middle of a body, while it is answered, is disconnected."""
     async with listening(large, Settings()) as server, server.client() as client:
         client.send(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
         await until(lambda: server.state.total_requests == 1)
@@ -611,10 +611,10 @@ async def test_a_broken_body_behind_an_answer(large: ASGIApp) -> None:
 
 
 @pytest.mark.parametrize("more", [b"", b"Connection: close\r\n"], ids=["kept", "closing"])
-async def test_an_answer_that_nobody_reads_is_dropped(
+async def test_an_unread_response_is_dropped(
     large: ASGIApp, monkeypatch: pytest.MonkeyPatch, more: bytes
 ) -> None:
-    """A client that reads none of a large answer is cut off, and nothing of it is kept."""
+    """A client that does not read a large response is disconnected, and the response is dropped."""
     monkeypatch.setattr(connection_module, "STALLED_S", 0.1)
     async with listening(large, Settings()) as server, server.client() as client:
         client.writer.transport.pause_reading()
@@ -624,7 +624,7 @@ async def test_an_answer_that_nobody_reads_is_dropped(
         assert 1 == server.state.total_requests
 
 
-async def test_a_short_answer_that_nobody_reads_is_dropped(
+async def test_a_short_unread_response_is_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nor is what is too short to make the server wait, when its connection has been idle for long."""
@@ -637,7 +637,7 @@ async def test_a_short_answer_that_nobody_reads_is_dropped(
         await until(lambda: not server.state.connections)
 
 
-async def test_an_answer_to_who_said_all_and_reads_nothing_is_dropped(
+async def test_an_unread_response_to_a_complete_request_is_dropped(
     large: ASGIApp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor is it kept for a client that has closed its side, and left the other open."""
@@ -724,7 +724,7 @@ async def busy_client(server: Listening) -> AsyncIterator[Client]:
 
 
 async def test_a_connection_too_many_is_refused(listen: Listen, lines: list[EventDict]) -> None:
-    """It is answered, told to come back, counted in the log, and closed; those that are there go on."""
+    """It gets 503 with `Retry-After`, is logged and closed; other connections stay."""
     async with listen(max_connections=2) as server, busy_client(server) as first:
         async with busy_client(server) as second:
             async with server.client() as third:
@@ -849,7 +849,7 @@ async def test_a_flood_leaves_room_for_a_health_check(listen: Listen) -> None:
             assert 200 == (await prober.answer()).status
 
 
-async def test_a_connection_too_many_takes_nobody_s_place(listen: Listen) -> None:
+async def test_an_excess_connection_takes_no_other_place(listen: Listen) -> None:
     """When there is room again, the next is welcome, though one that was too many is still there."""
     async with listen(max_connections=1) as server:
         async with busy_client(server):
@@ -905,7 +905,7 @@ async def test_an_overloaded_service_answers_like_the_application(
 async def test_a_refused_body_is_dropped_and_the_connection_stays(
     listen: Listen, busy: None, engines: FakeEngines
 ) -> None:
-    """What is still sent of a large body does no harm, and the next request on the connection is answered."""
+    """The rest of a large body is discarded, and the next request on the connection is answered."""
     async with listen() as server, server.client() as client:
         client.writer.write(embed(3_000_000) + b"a" * 1_000_000)
         assert (await client.answer()).status == 429
@@ -926,8 +926,10 @@ async def test_requests_sent_ahead_are_refused_in_their_order(
     assert statuses == [429] * 5 + [200] + [429] * 4
 
 
-async def test_who_asks_to_close_is_refused_and_let_go(listen: Listen, busy: None) -> None:
-    """With the header that says so."""
+async def test_a_refused_client_with_connection_close_is_disconnected(
+    listen: Listen, busy: None
+) -> None:
+    """The refusal has the header `Connection: close`."""
     async with listen() as server, server.client() as client:
         client.writer.write(embed(headers="Connection: close\r\n") + EMBED)
         answer = await client.answer()
@@ -935,10 +937,10 @@ async def test_who_asks_to_close_is_refused_and_let_go(listen: Listen, busy: Non
         assert await client.ended()
 
 
-async def test_who_goes_while_held_back_leaves_nothing(
+async def test_a_disconnect_during_a_delayed_refusal_leaves_nothing(
     listen: Listen, busy: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its refusal is written to nobody, and recorded as of one that went."""
+    """Its refusal is not sent, and it is recorded as a disconnect."""
     monkeypatch.setattr("service.middleware.refusal_throttle.REFUSALS_PER_S", 1)
     async with listen() as server:
         for _ in range(3):

@@ -20,7 +20,7 @@ from service.settings import Settings
 
 @contextmanager
 def files(soft: int) -> Iterator[None]:
-    """The test's process may have so many open, and may raise that."""
+    """Set the number of files that the test's process may have open, and the number to which it may raise that."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
     try:
@@ -50,8 +50,8 @@ def test_a_process_that_has_room_leaves_it(lines: list[EventDict]) -> None:
         assert 1000 == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-def test_too_little_room_is_told(lines: list[EventDict], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the system allows less, the log says how much less."""
+def test_too_low_limits_are_logged(lines: list[EventDict], monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the system's limit is lower, the log has the difference."""
     allowed: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 200))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: allowed.append(limits))

@@ -43,7 +43,7 @@ def test_permissions_are_those_that_are_set(path: Path, mode: int) -> None:
 
 
 def test_the_files_are_removed(path: Path) -> None:
-    """A listener that is closed leaves nothing behind, and its duplicates remove nothing."""
+    """A closed listener removes its file; its duplicates remove none."""
     with UnixListener.bind_to(path, 0o600) as listener:
         listener.dup().close()
         assert path.exists()
@@ -72,7 +72,7 @@ def test_a_socket_in_use_is_not_replaced(path: Path, listens: bool) -> None:
 
 
 def test_the_socket_of_another_program_is_not_replaced(path: Path) -> None:
-    """A program that knows nothing of our lock keeps its socket."""
+    """The socket of a program without our lock file is kept."""
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(str(path))
         other.listen()
@@ -85,7 +85,7 @@ def test_the_socket_of_another_program_is_not_replaced(path: Path) -> None:
 def test_another_file_is_not_replaced(path: Path) -> None:
     """A file with contents stays, and the message says what it is."""
     path.write_text("precious")
-    with pytest.raises(OSError, match="a file that is not a socket"):
+    with pytest.raises(OSError, match="exists and is not a socket"):
         UnixListener.bind_to(path, 0o600)
     assert "precious" == path.read_text()
 

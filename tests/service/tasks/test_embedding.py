@@ -117,7 +117,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case: str) -> None:
-    """What a head cannot give is named, with the field that asks for it."""
+    """The error has the option that the head does not support, and the field."""
     head, options, message, param = REFUSED[case]
     with pytest.raises(InvalidInput, match=message) as caught:
         Embedding(texts=["sea"], **options).plan(engine(vectors=head), ())

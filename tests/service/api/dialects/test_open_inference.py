@@ -15,7 +15,7 @@ def test_generated() -> None:
 
 
 def test_fields_are_those_of_the_protocol() -> None:
-    """Names, numbers and types are those of tritonclient's messages, which have more fields than ours."""
+    """Our messages have the names, numbers and types of tritonclient's messages, which have more fields."""
     theirs = pytest.importorskip("tritonclient.grpc.service_pb2").DESCRIPTOR
     from service.api.dialects import open_inference_pb2 as ours
 

@@ -1,0 +1,11 @@
+"""The command `quartet-serve`: `python -m service`, but modules in the working directory do not shadow it."""
+
+from service.process_signals import at_start
+
+
+def main() -> None:
+    """Serve as `service.__main__` does. Its imports start threads, so the signals are handled before."""
+    at_start()
+    from service.__main__ import main as serve
+
+    serve()

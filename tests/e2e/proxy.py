@@ -1,0 +1,83 @@
+"""An HTTP proxy whose first request goes to a service that is not ready, and every later one to a ready service."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import NamedTuple
+
+from tests.e2e.conftest import Server
+
+NOT_PASSED_ON = {"connection", "content-length", "date", "host", "server", "transfer-encoding"}
+
+
+class Post(NamedTuple):
+    """A POST request. at: seconds, when it arrived; status: of the answer"""
+
+    at: float
+    status: int
+
+
+class Proxy(ThreadingHTTPServer):
+    """posts: the POST requests, in their order. Other requests go to the ready service."""
+
+    daemon_threads = True
+
+    def __init__(self, unready: Server, ready: Server) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.unready, self.ready = unready, ready
+        self.posts: list[Post] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Proxy
+
+    def do_GET(self) -> None:
+        self.pass_on(self.server.ready)
+
+    def do_POST(self) -> None:
+        at = time.monotonic()
+        status = self.pass_on(self.server.ready if self.server.posts else self.server.unready)
+        self.server.posts.append(Post(at, status))
+
+    def pass_on(self, service: Server) -> int:
+        """Send the request to a service, and its answer to the client; returns the status."""
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0))) or None
+        own = {
+            key: value for key, value in self.headers.items() if key.lower() not in NOT_PASSED_ON
+        }
+        with closing(HTTPConnection("127.0.0.1", service.port, timeout=60)) as connection:
+            connection.request(self.command, self.path, body, own)
+            reply = connection.getresponse()
+            content = reply.read()
+        self.send_response(reply.status)
+        for key, value in reply.headers.items():
+            if key.lower() not in NOT_PASSED_ON:
+                self.send_header(key, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+        return reply.status
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def first_unready(unready: Server, ready: Server) -> Iterator[Proxy]:
+    """Run a proxy in front of two services."""
+    with Proxy(unready, ready) as proxy:
+        thread = threading.Thread(target=proxy.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield proxy
+        finally:
+            proxy.shutdown()
+            thread.join(30)
