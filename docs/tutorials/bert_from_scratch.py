@@ -15,7 +15,7 @@
 #
 # This notebook builds a BERT from the modules in `model/`, pretrains it, fine-tunes it, exports it
 # and serves it. The model is tiny and the text is made up, so that everything runs on two CPU cores
-# in a few minutes. The code is the code that trains and serves large models.
+# in a few minutes. The same code trains and serves large models.
 #
 # Read it next to `model/bert.py`, `model/attention.py` and `model/heads.py`: less than 800 lines
 # together. To run it, execute `make setup` in a clone of the repository once, and open this file
@@ -222,8 +222,8 @@ for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "interme
 print(f"{'parameters':20} {sum(parameter.numel() for parameter in bert.parameters()):,}")
 
 # %% [markdown]
-# **Embeddings.** A token's vector is the sum of three rows: of its word piece, of its position and
-# of its segment.
+# **Embeddings.** A token's vector is the sum of three table rows, one for its word piece, one for its
+# position and one for its segment.
 
 # %%
 from model.data import examples
@@ -235,8 +235,8 @@ print("ids [T]", tuple(ids.shape), "-> embeddings [T, H]", tuple(x.shape))
 # %% [markdown]
 # **Attention** is the only part that mixes tokens. Each token makes a query, a key and a value. The
 # weight of another token is the softmax of query · key / √D over the tokens of the same text. The
-# output is the weighted mean of the values. Nothing hides the tokens on the right, so attention is
-# bidirectional.
+# output is the weighted mean of the values. A token attends to the tokens on its left and on its
+# right, so attention is bidirectional.
 
 # %%
 from model.attention import attention, by_head, real_slots
@@ -260,8 +260,9 @@ by_hand = slots[real_slots(layout)]  # [T, H]: the slots with a token, in order
 print("largest difference", (packed_context - by_hand).abs().max().item())
 
 # %% [markdown]
-# **A layer** is attention and a feed-forward network of two linear layers. Each adds its output to
-# its input and normalizes the sum. The model is the embeddings and L layers:
+# **A layer** consists of attention and a feed-forward network of two linear layers. Each of the two
+# adds its output to its input and normalizes the sum. The model consists of the embeddings and L
+# layers:
 
 # %%
 from model.training.capture import capture
@@ -272,8 +273,8 @@ print("hidden states    ", [tuple(states.shape) for states in captured.hidden_st
 print("attention weights", [tuple(weights.shape) for weights in captured.attention_weights])
 
 # %% [markdown]
-# **An answer does not depend on the other texts of the batch.** Alone, a text has the same hidden
-# states:
+# **A text's result does not depend on the other texts of the batch.** In a batch of its own, the
+# text has the same hidden states:
 
 # %%
 with torch.no_grad():
@@ -287,10 +288,10 @@ print("largest difference", difference.abs().max().item())
 # BERT has two heads for pretraining.
 #
 # - **Masked words.** 15 % of the tokens are chosen. 80 % of these become `[MASK]`, 10 % a random
-#   token, and 10 % stay. The  model predicts the original token at each chosen place: logits `[M,
-#   V]` for M chosen tokens.
+#   token, and 10 % do not change. The model predicts the original token at each chosen position:
+#   logits `[M, V]` for M chosen tokens.
 # - **Next sentence.** The input is a pair. In half of the pairs the second text follows the first,
-#   in the others it is from  another document. The model predicts which: logits `[B, 2]`.
+#   in the other pairs it is from another document. The model predicts which: logits `[B, 2]`.
 #
 # A sampler draws pairs from the corpus. A sample depends on the seed and the step only.
 
@@ -317,8 +318,8 @@ for row in range(2):
     print(" ".join(map(tokenizer.id_to_token, ids_of_row)), end="\n\n")
 
 # %% [markdown]
-# `Pretraining` is the encoder with both heads. Before training, its losses are those of guessing:
-# ln V for a token, and ln 2 for a pair.
+# `Pretraining` is the encoder with both heads. Before training, its losses are near the losses of a
+# uniform guess: ln V for a token, and ln 2 for a pair.
 
 # %%
 from model.heads import Pretraining, accuracies_of, losses_of
@@ -332,7 +333,7 @@ print({name: round(loss.item(), 2) for name, loss in losses_of(predictions).item
 print("guessing:", round(np.log(config.vocab_size), 2), "and", round(np.log(2), 2))
 
 # %% [markdown]
-# The untrained model is saved. Section 9 compares it with the pretrained one.
+# The next cell saves the untrained model. Section 9 compares it with the pretrained model.
 
 # %%
 from model.checkpoints import writer
@@ -398,9 +399,9 @@ print(f"held-out documents: masked words {mlm_loss:.2f}, {mlm_accuracy:.0%} righ
 print(f"next sentence {nsp_loss:.2f}, {nsp_accuracy:.0%} right")
 
 # %% [markdown]
-# The dashed line is the loss of guessing, and the dots are the held-out documents. Neither loss can
-# reach zero. Some masked words do not follow from the other words, and some random pairs are about
-# the same subject.
+# The dashed line is the loss of a uniform guess, and the dots are the held-out documents. Neither
+# loss can reach zero. Some masked words do not follow from the other words, and some random pairs
+# are about the same subject.
 
 # %%
 figure, panels = plt.subplots(1, 2, figsize=(9, 3), dpi=80, layout="constrained")
@@ -416,7 +417,7 @@ plt.close(figure)
 # %% [markdown]
 # ## 7. Filling in a mask
 #
-# The words that decide can stand on both sides of the mask.
+# The words that determine the masked word can be on both sides of the mask.
 
 # %%
 from model.fill import fill
@@ -556,8 +557,8 @@ export(OUTPUT / "pretrained", OUTPUT / "words")
 # %% [markdown]
 # ## 11. Ask the service
 #
-# The service needs the bundles only: no PyTorch, and nothing of `model/`. It recomputes the stored
-# outputs before it reports that it is ready.
+# The service needs only the bundles. It imports neither PyTorch nor `model/`. It recomputes the
+# stored outputs before it reports that it is ready.
 
 # %%
 with socket.socket() as probe:
