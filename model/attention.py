@@ -6,7 +6,7 @@ Every other part of the model works on packed tokens `[T, H]` and has no padding
 `[B, S]` slots and back, in the fastest way of the device or the exported graph:
 
     PackedLayout, PyTorch      gather, `scaled_dot_product_attention` with a key mask, gather back
-    PackedLayout, CPU half     the formula written out where gradients are needed: its backward pass is faster
+    PackedLayout, CPU half     the formula in separate operations if gradients are needed: a faster backward pass
     PackedLayout, CUDA half    `varlen_attn` on `cu_seqlens`: no padding at all
     PackedLayout, ONNX         gather, `com.microsoft.MultiHeadAttention` with key lengths, gather back
                                (`export.passes.mask_free_attention` then replaces the lengths, where it can)

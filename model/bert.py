@@ -54,7 +54,7 @@ class Embeddings(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention. Query, key and value are one projection: one matrix product, one gather."""
+    """Multi-head self-attention. One projection computes query, key and value."""
 
     def __init__(self, config: BertConfig):
         super().__init__()
@@ -168,7 +168,7 @@ class Bert(nn.Module):
         return self.layers
 
     def shared_inputs(self, position_ids: Tensor, layout: AnyLayout) -> Any:
-        """Return an input that all layers' attention shares: here none, elsewhere a bias `[1, N, S, S]` or a rotation.
+        """Return the input that all layers' attention shares: None in BERT; other families have a bias or a rotation.
 
         position_ids: [T]
         """
@@ -194,7 +194,7 @@ class MaskedLM(nn.Module):
         return F.linear(transformed, word_embeddings, self.bias)  # [M, V]
 
     def transform(self, hidden_states: Tensor) -> Tensor:
-        """What is multiplied by the output matrix: `[M, H]` -> `[M, E]`."""
+        """Return the vectors that the output matrix multiplies: `[M, H]` -> `[M, E]`."""
         return self.norm(self.activation(self.dense(hidden_states)))  # [M, E]
 
 

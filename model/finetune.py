@@ -2,8 +2,8 @@
 
 One head or several on one shared encoder. A step adds up the gradients of one micro-batch of each head,
 so that every update includes all tasks (MUPPET, Aghajanyan et al. 2021). A head may learn from its own
-teacher in addition to its labels (BAM, Clark et al. 2019). Interrupt it at any time (Ctrl-C, SIGTERM): it saves
-its state, and the same command resumes it, with the losses of an uninterrupted run.
+teacher in addition to its labels (BAM, Clark et al. 2019). After Ctrl-C or SIGTERM a run saves its state, and
+the same command resumes the run, with the losses of an uninterrupted run.
 """
 
 import dataclasses
@@ -172,7 +172,7 @@ def evaluate_heads(
 ) -> dict[str, dict[str, float]]:
     """Return the metrics of every head that has dev rows, by the names in the settings.
 
-    kept: gets the outputs of each head, if given
+    kept: receives the outputs of each head; None to drop them
 
     Where the rows have questions without an answer, the head's null threshold becomes the best one for the rows.
     """
@@ -204,7 +204,7 @@ def dev_scalars(metrics: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 
 def record_held_out(output: Path, dev: Mapping[str, DevRows]) -> None:
-    """Write the places of the rows that were held out of training, by head, to `held_out.json`."""
+    """Write the indices of the rows that are held out of training, by head, to `held_out.json`."""
     held = {
         name: [row.where for row in each.rows] for name, each in dev.items() if each.is_held_out
     }
@@ -238,7 +238,7 @@ def judge_teachers(
 
 
 def complete(s: FinetuneSettings, tasks: Sequence[TrainingTask], hidden_size: int) -> int:
-    """Fill in the settings that follow from the data and the encoder, where they are not given; return the steps."""
+    """Set each unset setting that depends on the data and the encoder; return the number of steps."""
     of_rows = [task.stream for task in tasks if task.stream.head]
     streams = of_rows or [task.stream for task in tasks]
     if s.patience is None:
@@ -269,7 +269,7 @@ def save_checkpoint(
     """Write a checkpoint of one head or none, or a joint one of several, in one rename.
 
     teachers: names for the checkpoint's provenance
-    describe: writes into it what made the model, in `step` steps
+    describe: writes the settings, the data and the number of steps into the checkpoint
     """
     with writer.replacing(folder) as partial:
         if not model.described:
@@ -311,8 +311,8 @@ def read_tasks(
 
     shape: of the encoder
     teacher_of: the teacher by head
-    weights: of each of `distillation.LOSSES`
-    encoder_teacher: of hidden states and relations
+    weights: the weight of each of `distillation.LOSSES`
+    encoder_teacher: the teacher of hidden states and relations
     Raises ValueError where a head's own teacher has no compatible head.
     """
     described, teacher_heads, tasks, dev = {}, {}, [], {}
@@ -410,11 +410,11 @@ def train(
 ) -> dict[str, Any]:
     """Run the training loop of fine-tuning and distillation, and return the content of `metrics.json`.
 
-    encoders: of texts, by head, for evaluation
+    encoders: the text encoder of each head, for evaluation
     dev: the rows that each head is evaluated on
     before: the teachers of the initial checkpoint
     kept: the heads from the initial checkpoint; None where the settings keep none
-    record: the settings as they were given, by default these
+    record: the settings before the run chose values, by default `settings`
     Raises StoppedRun after a signal, when the run is saved.
     """
     device = optim.pick_device()

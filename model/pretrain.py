@@ -1,9 +1,9 @@
 """Pretrain an encoder: `python -m model.pretrain model/configs/mini-pretrain.toml [--name value ...]`.
 
 The family decides the objectives: masked language modeling, and for some families next sentence or sentence order
-prediction, or replaced token detection. Interrupt it at any time (Ctrl-C, SIGTERM): it saves its state, and the same
-command resumes it, with the losses of an uninterrupted run. `torchrun --nproc-per-node N -m model.pretrain ...` runs it
-on N devices.
+prediction, or replaced token detection. After Ctrl-C or SIGTERM a run saves its state, and the same
+command resumes the run, with the losses of an uninterrupted run. `torchrun --nproc-per-node N -m model.pretrain ...`
+runs it on N devices.
 """
 
 import dataclasses
@@ -148,7 +148,7 @@ def losses(
 ) -> dict[str, Tensor]:
     """Return the mean loss of each objective, and as `loss` their weighted sum.
 
-    shares: the micro-batch's share of the step's whole batch, by loss, which scales the loss
+    shares: the factor of each loss, which is the micro-batch's share of the step's whole batch
     """
     return weighted_losses(model, predict(model, batch), shares)
 
@@ -185,7 +185,7 @@ def micro_batches(
     """Yield samples as micro-batches with each one's share of a whole step, by loss.
 
     tokens: at most about this many per micro-batch; 0 for one micro-batch
-    counts: what each loss of the whole step is the mean of, see `Samples.counts`
+    counts: the number of items over which each loss of the whole step is a mean, see `Samples.counts`
     """
     number = math.ceil(whole.tokens / (tokens or whole.tokens))
     number = min(number, len(whole))  # at least one sample each
@@ -317,7 +317,7 @@ def plan_steps(
 
     A run that continues with other minutes keeps the measured speed.
 
-    Of each phase it times three steps after two untimed ones, with a model that is discarded.
+    It times three steps of each phase, after two untimed ones, with a model that it discards.
     """
     path = Path(s.output) / "plan.json"
     if not s.fresh and path.is_file() and path.with_name("last.pt").is_file():

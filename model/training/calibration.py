@@ -1,4 +1,4 @@
-"""Calibration of a classification head: a temperature that makes its scores shares of right answers (Guo et al. 2017).
+"""Calibration of a classification head: a temperature makes its scores predict accuracy (Guo et al. 2017).
 
 n texts, C labels
 """
@@ -32,10 +32,10 @@ class Bin(NamedTuple):
 
 @dataclass(frozen=True)
 class Calibration:
-    """A fitted temperature, and how far confidences are from shares of right answers without and with it.
+    """A fitted temperature, and the calibration errors without and with it.
 
     rows: texts that it was fitted to
-    error_before, error_after: expected calibration error; that after is of texts that the temperature was not fitted to
+    error_before, error_after: expected calibration error; `error_after` is measured on texts outside the fit
     bins_before, bins_after: for a reliability curve
     """
 
@@ -94,7 +94,7 @@ def fit_temperature(logits: Logits, gold: Gold, problem_type: str | None) -> flo
 
 
 def confidences(logits: Logits, gold: Gold, problem_type: str | None) -> tuple[Doubles, Doubles]:
-    """Return the confidence of each answer, and whether it is right, or how far.
+    """Return the confidence of each answer, and whether it is right, as a share where labels are shares.
 
     An answer is the best label of a text; where labels may hold together, each label of each text.
     """

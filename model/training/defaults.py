@@ -1,7 +1,7 @@
 """Defaults of fine-tuning that follow from the size of the data and of the encoder.
 
 Small encoders need a higher learning rate than BERT's 2e-5 to 5e-5 (Turc et al. 2019 search 3e-5 to 3e-4 for them), and
-small data needs more epochs, since the number of steps decides.
+small data needs more epochs, because the result depends on the number of steps.
 """
 
 # The largest number of rows, and the epochs for this many.

@@ -89,7 +89,7 @@ def tokenizer_difference(ours: tokenizers.Tokenizer, theirs: tokenizers.Tokenize
 class TeacherHead:
     """The head of a teacher that teaches one of ours.
 
-    columns: of its logits, for each of our labels in order
+    columns: the column of its logits for each of our labels, in our order
     """
 
     teacher: Teacher
@@ -197,7 +197,7 @@ class TrainingTask:
     teacher_heads: the teacher's head for each head that the batches train; None where it has labels only
     encoder_teacher: the teacher of hidden states and relations
     retokenized: the same rows as tokens of each teacher with another tokenizer, by the teacher's name
-    replacement: of words by similar words, in the texts of student and teacher
+    replacement: replaces words by similar words, in the texts of student and teacher
     """
 
     stream: BatchStream
@@ -333,7 +333,7 @@ def run_batch(
 
 
 def divergence(ours: Tensor, theirs: Tensor, temperature: float, dim: int = -1) -> Tensor:
-    """Return KL(softmax(theirs / temperature) || softmax(ours / temperature)) * temperature^2, without `dim`.
+    """Return KL(softmax(theirs / temperature) || softmax(ours / temperature)) * temperature^2, summed over `dim`.
 
     The factor keeps the size of the gradient at any temperature (Hinton et al. 2015). Places where both are minus
     infinity add nothing.

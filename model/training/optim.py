@@ -140,7 +140,7 @@ def linear_schedule(step: int, steps: int, warmup: float, hold: float = 0.0) -> 
 
 
 def scheduled_steps(step: int, steps: int, share: float) -> int:
-    """Return in how many of the first `step` steps a task is scheduled whose share rises linearly from `share` to 1."""
+    """Count the first `step` steps in which a task is scheduled whose share rises linearly from `share` to 1."""
     return math.floor(share * step + (1 - share) * step**2 / (2 * steps))
 
 

@@ -89,8 +89,8 @@ def describe(settings: Any) -> dict[str, Any]:
 def check_output(settings: Any, record: RunRecord | None = None) -> RunRecord:
     """Return the record of settings as given, before a run chooses values for those that are unset.
 
-    Raises OtherRunError if `output` has a saved run with other settings or other data. Its length may differ, and so
-    may the settings in FREE.
+    Raises OtherRunError if `output` has a saved run with other settings or other data. The number of
+    steps may differ, and the settings in FREE, too.
     """
     folder = Path(settings.output)
     record = record or RunRecord.of(settings)
@@ -162,7 +162,7 @@ def _file_differences(
 
 
 def _content(entry: dict[str, str]) -> tuple[str, str]:
-    """Return what a file contributes to a run: its content and its columns; of the hub, its name."""
+    """Return the parts of a file's record that a run depends on: content and columns, or the name of a hub data set."""
     if "sha256" not in entry:
         return "", entry["file"]
     return entry["sha256"], sources.split(entry["file"])[1]

@@ -175,10 +175,10 @@ class TrainingRun:
         record: RunRecord | None = None,
         **more: Any,
     ) -> Self:
-        """Return the run of a directory, which is made. Raises OtherRunError where it has another run.
+        """Return the run of a directory, and create the directory. Raises OtherRunError if it contains another run.
 
-        record: the settings as they were given, by default these
-        With the setting `fresh`, the files of the run that it has are deleted.
+        record: the settings before the run chose values, by default `settings`
+        The setting `fresh` deletes the files of a previous run in the directory.
         """
         folder = Path(output)
         record = run_record.check_output(settings, record)
