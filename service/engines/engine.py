@@ -109,7 +109,7 @@ class EngineTask(Protocol[T]):
         """Return the plan for an engine.
 
         heads: the requested heads; empty for the default of the task
-        Raises UnknownHead for a head that the model lacks, and InvalidInput for options that it cannot follow.
+        Raises UnknownHead for a head that the model lacks, and InvalidInput for unsupported options.
         """
         ...
 
@@ -211,7 +211,7 @@ class Engine:
     async def tokenize(
         self, texts: Sequence[str], pairs: Sequence[str] | None, ticket: Ticket
     ) -> list[Encoded]:
-        """Return the tokens of each text, or of each text with its pair, as one window that nothing is cut from."""
+        """Return the tokens of each text, or of each text with its pair, as one window without truncation."""
 
         def encode(part: slice) -> list[Encoded]:
             return self.encoder.whole(texts[part], None if pairs is None else pairs[part])
@@ -270,7 +270,7 @@ class Engine:
     async def run(
         self, work: Callable[[], W], tokens: int, ticket: Ticket, most: int = INLINE_TOKENS
     ) -> W:
-        """Run work on this many tokens of a request; in a text thread if they are more than `most`."""
+        """Run work on `tokens` tokens of a request, in a text thread if there are more than `most`."""
         if tokens <= most:
             return work()
         size = CHARACTERS_PER_TOKEN * tokens

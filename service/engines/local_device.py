@@ -185,7 +185,7 @@ def full_shapes(max_length: int, tokens: int, size: int, area: float) -> list[tu
 class LocalDevice:
     """The device that computes in this process, with the sessions of its bundles.
 
-    texts, runs_on: of the bundles, by id
+    texts, runs_on: each bundle's texts, and the graph that computes it, by bundle id
     """
 
     def __init__(

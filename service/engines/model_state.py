@@ -50,7 +50,7 @@ class Subscriber(Protocol):
     async def adopt(self, models: Models, texts: Mapping[str, BundleTexts]) -> None:
         """Send new requests to these models. Raises ValueError, and then continues with the previous models.
 
-        texts: by id, at least of bundles that were not in the previous call
+        texts: the texts of each bundle by id, at least of bundles that were not in the previous call
         """
 
     async def left(self, model_id: str) -> None:
@@ -68,7 +68,7 @@ def previous(models: Models, name: str) -> ServedModel | None:
 
 
 def settled(models: Sequence[ServedModel], now: float) -> Models:
-    """Return the models with a current version for every name: if missing, the previous one, else the first."""
+    """Return the models with a current version for every name; the previous version, or else the first, fills a gap."""
     found = tuple(models)
     for name in dict.fromkeys(model.name for model in models):
         if current(found, name) is None:

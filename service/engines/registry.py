@@ -45,7 +45,7 @@ class Engines:
 
         Raises ValueError for a tokenizer that cannot be read or used, and then keeps the engines unchanged.
 
-        texts: by id, at least of models that have no engine yet
+        texts: the texts of each model by id, at least of models that have no engine yet
         """
         engines = {
             model.id: self._known(model) or await self._open(texts[model.id], model)
