@@ -80,8 +80,8 @@ GUESS = Cost(per_run=1e-3, per_token=2e-5, per_slot=0.0)  # before anything was 
 def fit(samples: Iterable[Sample]) -> Cost:
     """Fit the cost by non-negative least squares on relative errors: short batches count like long ones.
 
-    Terms that the samples do not determine get equal shares of the time: from one sample alone, each
-    term of one without mask tokens gets a third. Without samples the result is `GUESS`.
+    Terms that the samples do not determine get equal shares of the time: with a single
+    sample without mask tokens, each of three terms gets a third. Without samples the result is `GUESS`.
     """
     return _solve(_evidence(samples))
 

@@ -37,8 +37,8 @@ class Entry:
     arrival, deadline: in seconds of `time.monotonic`
     priority: the index of its class in `priority.CLASSES`
     heads: the heads whose outputs are computed, checked and returned; empty for all
-    unbatched: its batch holds no other entry, and it is not refused: another process admitted it and was lost,
-        perhaps because of it
+    unbatched: its batch holds no other entry, and admission control does not refuse it, because an inference
+        process admitted it before and then crashed, perhaps because of it
     masks: mask tokens whose logits are computed for it
     The fields below `masks` belong to the fair queue.
     """

@@ -39,8 +39,8 @@ class Job:
 class Threads:
     """One thread for each slot.
 
-    A thread that has ended a job begins with the prefetched job, if there is one, before the event loop handles the end
-    of the first. So the thread does not wait for the planner. Everything else happens in the event loop, in calls that
+    A thread that has ended a job begins with the prefetched job, if there is one, before the event loop handles the end of
+    its first job. So the thread does not wait for the planner. Everything else happens in the event loop, in calls that
     `post` makes.
 
     name: the beginning of the threads' names

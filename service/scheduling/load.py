@@ -139,7 +139,7 @@ class Load:
     def wait_s(self, flow: Flow, tokens: int, coming: int = 0) -> float:
         """Return the seconds until `tokens` more tokens of a flow are computed; 0 where the bundle's rate is unknown.
 
-        coming: tokens of the flow that are not in the queue yet and will run before them
+        coming: tokens of the flow that will run before these tokens and are not in the queue yet
         """
         rate = self.rates.get(flow.bundle)
         if not rate:

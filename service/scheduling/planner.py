@@ -17,7 +17,7 @@ class Budget(NamedTuple):
 
     tokens: computed tokens, padding included where the graph computes it
     size: entries
-    share: tokens, so that the waiting tokens are divided among the slots
+    share: tokens of the batch's share of the waiting tokens
     area: B * S * S of B sequences, which limits the memory of attention on a GPU; S is the longest, rounded up to
         `CUDA_MULTIPLE`
     """

@@ -123,7 +123,7 @@ class TextThreads:
     def load(self) -> Load:
         """Return the rates of the threads, and the backlog, as `Batcher.load` does for the device.
 
-        The bundles of its flows are lanes, its tokens are characters.
+        Its tokens are characters. The bundle of each flow is a lane: a model's parts above or up to `LONG_CHARACTERS`.
         """
         rates = {
             lane: known.rate * (THREADS - known.is_long) for lane, known in self._statistics.items()
@@ -254,7 +254,7 @@ class TextThreads:
 class TextRequest:
     """The parts of one request, which run one after the other. All of them count as waiting until the context ends.
 
-    flow: of the device; each part belongs to the flow's lane for its length
+    flow: the flow of the request on the device; each part waits in the lane for its length
     """
 
     def __init__(self, threads: TextThreads, flow: Flow, sizes: Sequence[int]) -> None:
