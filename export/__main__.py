@@ -1,7 +1,7 @@
 """Export a checkpoint to a verified bundle: `python -m export CHECKPOINT OUT [--precision fp32 int8 fp16]`.
 
 CHECKPOINT is a directory in the hub's layout, trained here or elsewhere, or a hub name. With `--onnx` it is a directory
-that holds a graph already, of whatever encoder, or that graph. OUT is the bundle's directory. Every graph is checked
+with a graph of any encoder, or the file of that graph. OUT is the bundle's directory. Every graph is checked
 before OUT appears; when a check fails, the exit status is 1 and nothing is left.
 """
 

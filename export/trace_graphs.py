@@ -59,7 +59,7 @@ class PackedGraph(nn.Module):
 
 
 class PackedCuda(nn.Module):
-    """`[T]` tokens with the layout of CUDA's packed attention -> every head's output; heads get the rest derived."""
+    """`[T]` tokens with the layout of CUDA's packed attention -> every head's output. It derives the heads' layout."""
 
     def __init__(self, model: EncoderWithHeads) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """The ranges of quantized vectors: the smallest and the largest number of each dimension over calibration texts.
 
-int8 and uint8 vectors have 256 steps between them (`service.core.decode.quantize`).
+int8 and uint8 vectors divide each range into 256 steps (`service.core.decode.quantize`).
 
 n texts, D dimensions
 """

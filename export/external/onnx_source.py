@@ -79,7 +79,7 @@ class ExternalModel:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a head is computed from a graph's own outputs: by name, with pooling or not, with dense layers or not."""
+    """The computation of a head from a graph's own outputs: their names, and optional pooling and dense layers."""
 
     head: Head
     outputs: tuple[str, ...]

@@ -2,8 +2,8 @@
 
 A classifier, or an embedding with `cls` pooling, reads one row of the last hidden states for each sequence. The
 operators after the last attention compute each row from the same row of their input. So this pass selects those rows
-there instead of at the end, and shortens that attention's queries to the first ones. The results are the same, for a
-quarter of the layer's products. A graph with a head that reads every token is not changed.
+there instead of at the end, and shortens that attention's queries to the first ones. The results are the same,
+and the layer computes a quarter of the products. The pass does not change a graph with a head that reads every token.
 
 B sequences, S longest, T tokens, H hidden
 """

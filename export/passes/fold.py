@@ -1,7 +1,7 @@
 """Constant folding: compute the values that depend on weights alone before a graph is written.
 
-For example the keys and queries of DeBERTa's distances. A runtime would multiply their matrices in every batch, and the
-int8 pass would quantize them like tokens.
+An example are the keys and queries of DeBERTa's distances. Without the pass, a runtime would multiply their matrices in
+every batch, and the int8 pass would quantize them like tokens.
 """
 
 import math

@@ -6,7 +6,7 @@ The largest fp16 number is 65,504 and its step is a thousandth of the number. So
     fp32    the residual stream, layer norms, pooling, heads
 
 Heads are small, and their outputs are float32 by contract. `half_stream` then moves sums and norms whose numbers fit to
-fp16. The norms of other models stay as here: ONNX Runtime's kernel for a norm alone computes in fp32.
+fp16. All other norms stay in fp32, and ONNX Runtime's kernel for a norm without a sum computes in fp32.
 """
 
 import copy

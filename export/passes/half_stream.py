@@ -9,7 +9,7 @@ with all of its numbers in fp16. On one H200, the prototype of this pass reached
 and 1.20 times that of MiniLM's shape at 64 x 128 tokens (research/2026-11-26-gpu-first-measurements.md).
 
 ONNX Runtime's kernel computes such a norm in fp16: a row whose mean square passes 65,504 becomes the norm's shift,
-which is wrong and finite. Its strict mode sums in fp32. The service sets it, but it is an option of the session, which
+which is wrong but finite. Its strict mode sums in fp32. The service sets it, but it is an option of the session, which
 a graph cannot contain. So `fitting_norms` selects the norms that fp16 sums compute well, with a margin; others stay
 in fp32.
 
