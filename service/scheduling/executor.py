@@ -39,9 +39,9 @@ class Job:
 class Threads:
     """One thread for each slot.
 
-    A thread that has ended a job begins with the prefetched job, if there is one, before the event loop handles the end of
-    its first job. So the thread does not wait for the planner. Everything else happens in the event loop, in calls that
-    `post` makes.
+    A thread that has ended a job begins with the prefetched job, if there is one, before the event loop handles the end
+    of its first job. So the thread does not wait for the planner. Everything else happens in the event loop, in calls
+    that `post` makes.
 
     name: the beginning of the threads' names
     idle: slots that run nothing
