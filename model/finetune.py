@@ -414,7 +414,7 @@ def train(
     dev: the rows that each head is evaluated on
     before: the teachers of the initial checkpoint
     kept: the heads from the initial checkpoint; None where the settings keep none
-    record: the settings before the run chose values, by default `settings`
+    record: the settings before the run chose values, by default `s`
     Raises StoppedRun after a signal, when the run is saved.
     """
     device = optim.pick_device()

@@ -89,8 +89,8 @@ def describe(settings: Any) -> dict[str, Any]:
 def check_output(settings: Any, record: RunRecord | None = None) -> RunRecord:
     """Return the record of settings as given, before a run chooses values for those that are unset.
 
-    Raises OtherRunError if `output` has a saved run with other settings or other data. The number of
-    steps may differ, and the settings in FREE, too.
+    Raises OtherRunError if `output` has a saved run with other settings or other data. The
+    settings in FREE and LENGTH may differ.
     """
     folder = Path(settings.output)
     record = record or RunRecord.of(settings)
