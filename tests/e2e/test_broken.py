@@ -29,7 +29,7 @@ def problem(server: Server) -> str:
     return "" if reply.status == 200 else reply.json()["error"]["message"]
 
 
-@pytest.mark.promise("An input that hangs the model fails alone.")
+@pytest.mark.promise("If an input hangs the model, only that input fails.")
 @pytest.mark.exclusive
 def test_a_text_that_hangs_fails_alone(tiny: Server, tiny_bundle: Path, tmp_path: Path) -> None:
     """The service replaces the hanging process twice; the other requests in its batches are answered."""

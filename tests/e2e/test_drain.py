@@ -85,7 +85,9 @@ def test_request_under_way_is_answered(tiny_bundle: Path) -> None:
         assert same_answer(expected, json.loads(body))
 
 
-@pytest.mark.promise("A process without free descriptors answers what it accepted after SIGTERM.")
+@pytest.mark.promise(
+    "After SIGTERM, a process without free descriptors still answers the requests that it accepted."
+)
 def test_a_drain_without_free_descriptors(tiny_bundle: Path) -> None:
     """No process of the service can open a file from just before SIGTERM on, and a connection waits."""
     with serving(tiny_bundle) as server:

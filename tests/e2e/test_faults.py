@@ -197,7 +197,7 @@ def test_a_changed_byte_is_found(tiny_bundle: Path, tmp_path: Path) -> None:
     assert "Traceback" not in said
 
 
-@pytest.mark.promise("A bundle that computes something else than when it was made is not served.")
+@pytest.mark.promise("A bundle that computes other results than at its export is not served.")
 def test_goldens_that_disagree_are_found(tiny_bundle: Path, tmp_path: Path) -> None:
     """Other weights with right hashes are not served: what they answer is not what PyTorch answered."""
     copy = shutil.copytree(tiny_bundle, tmp_path / "copy")

@@ -262,7 +262,7 @@ FLOOD = 1500
 LINES_PER_S = 10
 
 
-@pytest.mark.promise("A stranger cannot fill the log.")
+@pytest.mark.promise("Refused requests cannot fill the log.")
 def test_a_flood_of_refusals_has_few_log_lines(tiny_bundle: Path) -> None:
     """Of thousands of requests without a key, the log has ten lines a second, which count the others."""
     with pytest.MonkeyPatch.context() as monkeypatch:

@@ -100,7 +100,7 @@ def many_files() -> Iterator[None]:
 
 
 @pytest.mark.promise(
-    "All attacks at once, with a twentieth of a core, cost no answer, no restart and little time."
+    "All attacks at once, with a twentieth of a core, cause no lost answer and no restart, and add little latency."
 )
 @pytest.mark.timeout(3600)
 @pytest.mark.usefixtures("many_files")

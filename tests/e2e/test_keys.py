@@ -42,7 +42,9 @@ def metrics(server: Server) -> Server:
     return Server(server.process, url)
 
 
-@pytest.mark.promise("With keys, only health and the page are open.")
+@pytest.mark.promise(
+    "With keys, only the health checks and the pages are open to clients without a key."
+)
 @pytest.mark.parametrize(
     ("key", "tenant"), [(KEY, "filed"), (PLAIN, "default")], ids=["of a file", "of a variable"]
 )

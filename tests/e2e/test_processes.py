@@ -100,7 +100,9 @@ def test_lines_go_on_after_a_loss(tiny_bundle: Path) -> None:
     assert 1000 == summary["usage"]["windows"]
 
 
-@pytest.mark.promise("A request that is lost twice fails with its own code, alone.")
+@pytest.mark.promise(
+    "A request that is lost twice fails with its own error code, and no other request fails."
+)
 def test_what_is_lost_twice_fails_by_name(tiny_bundle: Path) -> None:
     """A request has two attempts; after them it fails, and the service continues."""
     body = {"inputs": [samples.text(60 + number % 40, seed=number) for number in range(1000)]}

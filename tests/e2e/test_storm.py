@@ -60,7 +60,9 @@ def swaps(at: Desk) -> Iterator[str]:
         yield at.load(version)["model"]["id"]
 
 
-@pytest.mark.promise("Hours of load, swaps, lost clients and lost processes leave no trace.")
+@pytest.mark.promise(
+    "After hours of load, swaps, lost clients and lost processes, answers are right and memory has not grown."
+)
 def test_a_soak(tiny_bundle: Path, tmp_path: Path, seconds: float) -> None:
     """Answers are right, each as its version gives it alone, and memory is where it was after the first minute."""
     with desk(tiny_bundle, tmp_path) as at:

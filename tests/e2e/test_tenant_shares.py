@@ -55,7 +55,7 @@ def next_to_flood(server: Server, flood: bytes, seconds: float) -> tuple[Measure
     return uvloop.run(both())
 
 
-@pytest.mark.promise("A tenant's long texts hold up another tenant's long texts by one at most.")
+@pytest.mark.promise("A tenant's long text waits for at most one long text of another tenant.")
 @pytest.mark.parametrize("priority", ["bulk", "interactive"])
 def test_long_texts_of_others_are_not_waited_for(
     tenants: Server, priority: str, seconds: float
