@@ -46,7 +46,8 @@ def server_table() -> str:
     """Return the table of all servers: throughput by connections, latency, start and memory."""
     measured = rows_of(read(SERVERS)["results"][0]["servers"])
     head = [f"texts/s, {load} connection{'s' if load != '1' else ''}" for load in LOADS]
-    columns = ["server", *head, f"of Quartet fp32, {BUSY}", f"p99, {BUSY}", "ready", "memory"]
+    relative = f"relative to Quartet fp32, {BUSY} connections"
+    columns = ["server", *head, relative, f"p99, {BUSY} connections", "start", "peak memory"]
     lines = [line(columns), line(["---"] * len(columns))]
     for name, label in NAMES.items():
         row = measured[name]
@@ -74,10 +75,10 @@ def packing_list() -> str:
 - **Training**: 1.5 to 3.1 times the tokens per second of transformers, mostly because padding and unmasked
   positions are not computed ([research](../../research/2026-11-22-faster-pretraining-steps.md)).
 - **On a GPU** a batch has no padding, whatever its lengths. Packed and padded graphs have not been compared there.
-- **Over HTTP on a CPU, packing brings nothing.** The planner already groups texts of similar lengths. The
-  throughput of the padded graph, relative to the packed one: {padded} connections (news).
+- **Over HTTP on a CPU, packing brings no speed**, because the planner already groups texts of similar lengths. The
+  throughput of the padded graph, relative to the packed one, is {padded} connections (news).
 - **On long texts of one length, all fp32 servers are similar**, because matrix products take the time. infinity
-  reaches {figure(infinity)} of Quartet fp32 at {BUSY} connections (documents). int8 makes the difference:
+  reaches {figure(infinity)} of Quartet fp32 at {BUSY} connections (documents). Quartet int8 reaches
   {figure(int8)} times Quartet fp32.
 """
 

@@ -30,7 +30,7 @@ ADVICE = {
         "the model has no such head for this task",
         "use a head from the message",
     ),
-    "method_not_allowed": ("the route has other methods", "use a method from `Allow`"),
+    "method_not_allowed": ("the route does not support this method", "use a method from `Allow`"),
     "slow_headers": ("the headers did not arrive within `header_timeout_s`", "retry"),
     "slow_body": ("the body did not arrive within `body_timeout_s`", "retry"),
     "conflict": (
@@ -48,7 +48,7 @@ ADVICE = {
     ),
     "too_large": (
         "the body, the number of inputs, the characters of one input, or the tokens of all "
-        "inputs exceed a limit that no empty queue changes",
+        "inputs exceed a limit, even if the queue is empty",
         "split the request",
     ),
     "unsupported_media_type": (
@@ -64,7 +64,7 @@ ADVICE = {
         "fix the request",
     ),
     "bad_bundle": (
-        "the bundle must not be served; the message names the file, hash or head that disagrees",
+        "the bundle failed its checks; the message names the file, hash or head that disagrees",
         "export the bundle again",
     ),
     "overloaded": (
@@ -91,7 +91,7 @@ ADVICE = {
     "not_ready": ("the service is not ready", "retry after `Retry-After` seconds"),
     "draining": ("the service shuts down", "retry; another instance answers"),
     "replica_lost": (
-        "the inference process is starting, or two of them were lost with this request",
+        "the inference process is starting, or two of them were lost while they had this request",
         "retry after `Retry-After` seconds",
     ),
     "deadline_exceeded": (

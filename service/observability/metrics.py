@@ -130,7 +130,7 @@ class Metrics:
         self._size = self._histogram("quartet_batch_size", "Windows in a batch.", SIZES, "model")
         self._padding = self._histogram(
             "quartet_padding_ratio",
-            "Positions of an equal padded batch, per token.",
+            "Positions of the same batch with padding, per token.",
             RATIOS,
             "model",
         )
@@ -144,7 +144,7 @@ class Metrics:
         )
         self._max_queue_seconds = self._gauge(
             "quartet_max_queue_seconds",
-            "Expected seconds at which requests with the server's own deadline are refused as overloaded.",
+            "Expected wait in seconds at which requests with the deadline deadline_ms are refused as overloaded.",
         )
         self._info = self._gauge(
             "quartet_model_info",
@@ -179,7 +179,7 @@ class Metrics:
         )
         self._poison = self._counter(
             "quartet_poison_inputs_total",
-            "Windows that fail alone, or whose output is not finite.",
+            "Windows that fail in a batch of their own, or whose output is not finite.",
             "model",
         )
         self._self_tests = self._counter(
