@@ -74,8 +74,8 @@ class Settings(BaseSettings):
     watch_s: float | None = Field(
         None,
         gt=0,
-        description="seconds between scans of models_dir, whose bundles are served; unset, only administrators load"
-        " them",
+        description="seconds between scans of models_dir, to serve all its"
+        " bundles; unset, only administrators load them",
     )
     host: str = Field(
         "127.0.0.1", description="address to listen on; 0.0.0.0 for clients on other machines"
@@ -92,12 +92,13 @@ class Settings(BaseSettings):
     )
     root_dialect: RootDialect = Field(
         "native",
-        description="API that has the paths without a prefix; the native API is always under /native, too",
+        description="API whose paths have no prefix; the native API is always below /native, too",
     )
     tiktoken_file: Path | None = Field(
         None,
-        description="file of OpenAI's tokens, cl100k_base.tiktoken, by which /v1/embeddings reads token ids;"
-        " unset, the ids are the model's own",
+        description="OpenAI's token file, cl100k_base.tiktoken, to decode token"
+        " ids in requests of /v1/embeddings; unset, they are the"
+        " model's token ids",
     )
     metrics_port: int | None = Field(
         None,
@@ -115,7 +116,7 @@ class Settings(BaseSettings):
         None,
         ge=0,
         description="HTTP processes, in addition to the inference process; unset, 1, or on a GPU half of the cores up"
-        " to 4; 0 does both in one process",
+        " to 4; 0 runs HTTP and inference in one process",
     )
     precision: Literal["auto", "fp32", "int8", "fp16"] = Field(
         "auto",
@@ -127,8 +128,9 @@ class Settings(BaseSettings):
     replicas: int | None = Field(
         None,
         ge=1,
-        description="batches that run at once and share the threads; unset, one per thread, or"
-        " one on all threads if few texts wait (on a GPU two)",
+        description="batches that run at once and share the threads; unset, one"
+        " per thread, or one on all threads if few texts wait; on a"
+        " GPU, 2",
     )
     threads: int | None = Field(
         None,
@@ -141,7 +143,8 @@ class Settings(BaseSettings):
     )
     arena: bool = Field(
         False,
-        description="let ONNX Runtime keep memory between batches, not the C library; faster on some machines",
+        description="let ONNX Runtime, not the C library, keep memory between"
+        " batches; faster on some machines",
     )
     max_batch_tokens: int = Field(
         16_384,
@@ -154,8 +157,8 @@ class Settings(BaseSettings):
     max_batch_attention: int | None = Field(
         None,
         ge=1,
-        description="sequences times the squared length of the longest, in one batch on a GPU whose attention may store"
-        " that many scores; unset, from the GPU's memory; lower if it runs out",
+        description="sequences times the squared length of the longest, in one batch on a GPU, for graphs whose"
+        " attention may store that many scores; unset, from the GPU's memory; lower it if memory runs out",
     )
     max_wait_ms: float = Field(
         0.0,
@@ -215,8 +218,8 @@ class Settings(BaseSettings):
     hang_s: float = Field(
         5.0,
         ge=1,
-        description="seconds after which a process without a heartbeat, or a running batch, counts as hanging; raise"
-        " it if processes get no core for seconds",
+        description="seconds after which a process without a heartbeat, or a running batch, counts as hanging;"
+        " raise it if processes wait seconds for a core",
     )
     drain_delay_s: float = Field(
         0.0,
@@ -232,7 +235,8 @@ class Settings(BaseSettings):
     )
     api_keys: Path | None = Field(
         None,
-        description="file of keys; with any key, only health checks and pages need none",
+        description="file of API keys; with any key, all routes need one, except"
+        " health checks and pages",
     )
     api_key: SecretStr | None = Field(
         None, description="one key in plain text, for inference, without rate limits"
@@ -242,8 +246,8 @@ class Settings(BaseSettings):
     )
     forwarded_allow_ips: str = Field(
         "127.0.0.1",
-        description="addresses and networks of proxies, separated by commas, whose X-Forwarded-For or Forwarded names"
-        " the client in the log; unix: for those on uds, * for all",
+        description="addresses and networks of proxies, separated by commas, whose X-Forwarded-For or"
+        " Forwarded determines the client in the log; unix: for peers on uds, * for all peers",
     )
     cors_origins: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
