@@ -23,9 +23,9 @@ def _file(families: str, *settings: Setting) -> SettingsFile:
     return SettingsFile(name, "transformers", settings)
 
 
-TRAINING = "of training"
-GENERATION = "of text generation, which an encoder does not do"
-RUNTIME = "how it is computed, not what"
+TRAINING = "used in training only"
+GENERATION = "used in text generation only, which an encoder does not do"
+RUNTIME = "changes how the library computes, not the result"
 
 ALL = _file(
     "",
@@ -35,7 +35,7 @@ ALL = _file(
     *honored("num_labels", note="where there is no id2label; otherwise they must agree"),
     *honored("problem_type"),
     *honored("sentence_transformers", note="activation_fn of a CrossEncoder"),
-    *honored("sbert_ce_default_activation_function", note="of an older CrossEncoder"),
+    *honored("sbert_ce_default_activation_function", note="in an older CrossEncoder"),
     *honored(
         *("normalize", "null_threshold", "max_answer_tokens", "max_query_tokens", "demo"),
         "calibration_temperature",
@@ -59,8 +59,8 @@ ALL = _file(
     refused("add_cross_attention", False, note="a decoder is not an encoder"),
     *no_effect("dtype", "torch_dtype", note="weights are read as float32"),
     *no_effect("label2id", "initializer_range", note=TRAINING),
-    *no_effect("bos_token_id", "eos_token_id", note="the tokenizer's files say them"),
-    *no_effect("tie_word_embeddings", note="of the masked language model"),
+    *no_effect("bos_token_id", "eos_token_id", note="the tokenizer's files contain these tokens"),
+    *no_effect("tie_word_embeddings", note="used in the masked language model only"),
     *no_effect(
         *("chunk_size_feed_forward", "use_cache", "return_dict", "output_attentions"),
         *("output_hidden_states", "attn_implementation", "_attn_implementation"),
@@ -104,7 +104,7 @@ DISTILBERT = _file(
     *honored("dim", "n_layers", "n_heads", "hidden_dim"),
     *honored(
         *("hidden_size", "num_hidden_layers", "num_attention_heads"),
-        note="other names of dim, n_layers and n_heads",
+        note="other name for dim, n_layers or n_heads",
     ),
     *honored("activation", note="the family's own; others are refused"),
     *no_effect("dropout", "attention_dropout", "qa_dropout", "seq_classif_dropout", note=TRAINING),
@@ -127,7 +127,7 @@ ELECTRA = _file(
     *no_effect(
         *("summary_type", "summary_use_proj", "summary_activation"),
         *("summary_last_dropout", "summary_first_dropout", "summary_proj_to_labels"),
-        note="of multiple choice",
+        note="used in multiple choice only",
     ),
 )
 MPNET = _file(
@@ -144,7 +144,7 @@ MODERNBERT = _file(
     *honored("type_vocab_size", note="Quartet's own: transformers ignores segments"),
     *honored(
         *("global_attn_every_n_layers", "global_rope_theta", "local_rope_theta"),
-        note="the first names of layer_types and rope_parameters",
+        note="older name for layer_types or rope_parameters",
     ),
     refused("classifier_activation", "gelu"),
     refused("rope_scaling", {}, note=ROPE_SCALING),
@@ -152,9 +152,9 @@ MODERNBERT = _file(
     refused("sliding_window", note="write local_attention, which is twice as much"),
     *no_effect("attention_dropout", "embedding_dropout", "mlp_dropout", note=TRAINING),
     *no_effect("classifier_dropout", "initializer_cutoff_factor", note=TRAINING),
-    *no_effect("cls_token_id", "sep_token_id", note="the tokenizer's files say them"),
-    *no_effect("decoder_bias", "sparse_prediction", note="of the masked language model"),
-    *no_effect("sparse_pred_ignore_index", note="of the masked language model"),
+    *no_effect("cls_token_id", "sep_token_id", note="the tokenizer's files contain these tokens"),
+    *no_effect("decoder_bias", "sparse_prediction", note="used in the masked language model only"),
+    *no_effect("sparse_pred_ignore_index", note="used in the masked language model only"),
     *no_effect(
         "deterministic_flash_attn", "reference_compile", "repad_logits_with_grad", note=RUNTIME
     ),
@@ -171,7 +171,7 @@ NOMIC_BERT = _file(
         *("activation_function", "causal", "scale_attn_weights", "prenorm", "parallel_block"),
         *("use_rms_norm", "qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "rotary_emb_fraction"),
         *("rotary_emb_interleaved", "rotary_emb_scale_base", "moe_every_n_layers"),
-        note="of the family's first code",
+        note="a setting of the family's original code",
     ),
     *no_effect("resid_pdrop", "attn_pdrop", "embd_pdrop", note=TRAINING),
 )
@@ -184,7 +184,9 @@ DEBERTA_SETTINGS = (
     refused("pooler_hidden_act", "gelu"),
     *honored("pooler_hidden_size", note="must be hidden_size"),
     *no_effect("cls_dropout", "pooler_dropout", note=TRAINING),
-    *no_effect("legacy", note="of the masked language model; a fill-mask head needs true"),
+    *no_effect(
+        "legacy", note="used in the masked language model only; a fill-mask head needs true"
+    ),
 )
 DEBERTA = _file("deberta", *DEBERTA_SETTINGS)
 DEBERTA_V2 = _file(

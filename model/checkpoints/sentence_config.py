@@ -79,7 +79,7 @@ TRANSFORMER_TABLE = SettingsFile(
             )
         ),
         refused("tokenizer_name_or_path", note="a tokenizer of another directory"),
-        *no_effect("unpad_inputs", note="how it is computed, not what"),
+        *no_effect("unpad_inputs", note="changes how the library computes, not the result"),
     ),
 )
 ROOT_TABLE = SettingsFile(
@@ -87,10 +87,10 @@ ROOT_TABLE = SettingsFile(
     "sentence-transformers",
     (
         refused("model_type", *KINDS),
-        *honored("activation_fn", note="of a CrossEncoder"),
-        *honored("prompts", "default_prompt_name", note="of a SentenceTransformer"),
-        *no_effect("similarity_fn_name", note="of comparing vectors, not of vectors"),
-        *honored(*PYLATE_SETTINGS, note="of PyLate, in a MultiVectorEncoder"),
+        *honored("activation_fn", note="in a CrossEncoder"),
+        *honored("prompts", "default_prompt_name", note="in a SentenceTransformer"),
+        *no_effect("similarity_fn_name", note="used to compare vectors, not to compute them"),
+        *honored(*PYLATE_SETTINGS, note="a setting of PyLate, in a MultiVectorEncoder"),
         refused("truncate_dim", note="remove it, and send `dimensions` in requests"),
         *no_effect("keep_in_fp32_modules", note="the head of every precision is fp32 or checked"),
         *no_effect("__version__", "requirements"),
@@ -102,7 +102,7 @@ MODULES_TABLE = SettingsFile(
     (
         *honored("type", "path"),
         *no_effect("idx", "name"),
-        *no_effect("kwargs", note="names of what `encode` may be called with"),
+        *no_effect("kwargs", note="names of arguments of `encode`"),
     ),
 )
 POOLING_MODES = {  # the switch of each way to pool, in the order of sentence-transformers
@@ -155,7 +155,7 @@ SPLADE_TABLE = SettingsFile(
         refused("pooling_strategy", "max", note="of sums, the batch would change the last digits"),
         *honored("activation_function", note="relu or log1p_relu"),
         *no_effect("embedding_dimension", "word_embedding_dimension", note="the vocabulary's size"),
-        *no_effect("chunk_size", note="how it is computed, not what"),
+        *no_effect("chunk_size", note="changes how the library computes, not the result"),
     ),
 )
 SENTENCE_TABLES = (

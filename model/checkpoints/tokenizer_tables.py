@@ -95,7 +95,7 @@ TOKENIZER_CONFIG = SettingsFile(
         ),
         _refused("fix_mistral_regex", (False, None), "for Mistral's tokenizers; remove it"),
         *_ignored(
-            "without effect on tokens",
+            "does not change tokens",
             *("errors", "clean_up_tokenization_spaces", "backend", "verbose", "files_loaded"),
             "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output",
             *("chat_template", "chat_control_tokens", "response_template", "response_schema"),
@@ -110,11 +110,11 @@ TOKENIZER_CONFIG = SettingsFile(
             *("add_bos_token", "add_eos_token"),
         ),
         *_ignored(
-            "of padding: no effect on an answer here, as padding is masked",
+            "changes padding only, which is masked",
             *("padding_side", "pad_token_type_id", "pad_to_multiple_of"),
         ),
         *_ignored(
-            "transformers truncates as its call says, not by these",
+            "transformers truncates by the arguments of its call, not by this setting",
             *("max_length", "stride", "truncation_strategy"),
         ),
         *_ignored(
@@ -161,6 +161,6 @@ TOKENIZER_JSON = SettingsFile(
         ),
         _refused("truncation.direction", ("right", None), SIDE),
         _honored("padding", "its pad_token, where no file names one; the rest has no effect"),
-        *_ignored("without effect on tokens", "decoder", "version"),
+        *_ignored("does not change tokens", "decoder", "version"),
     ),
 )
