@@ -183,7 +183,7 @@ def refused(*arguments: str | Path) -> tuple[int, str]:
     return process.returncode, said
 
 
-@pytest.mark.promise("A bundle of which a byte has changed is not served.")
+@pytest.mark.promise("A bundle with a changed byte is not served.")
 def test_a_changed_byte_is_found(tiny_bundle: Path, tmp_path: Path) -> None:
     """Weights with another hash than in the manifest are not served."""
     copy = shutil.copytree(tiny_bundle, tmp_path / "copy")

@@ -306,7 +306,9 @@ def status_of(port: int, method: str, path: str) -> int:
             return 0
 
 
-@pytest.mark.promise("Connections without a request do not keep clients out, and readiness agrees.")
+@pytest.mark.promise(
+    "Connections without a request do not keep other clients out, and do not make the service unready."
+)
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 @pytest.mark.parametrize("said", BEGINNINGS)
 def test_connections_without_a_request_keep_no_client_out(

@@ -132,7 +132,7 @@ def hammering(at: Desk, clients: int = 3) -> Iterator[list[Client]]:
 
 
 @pytest.mark.promise(
-    "No request fails because of a swap, and one version computes each request and is named in the response."
+    "No request fails because of a swap, and the response names the one version that computed the request."
 )
 @pytest.mark.parametrize(("workers", "swaps"), [(1, 20), (0, 4), (2, 4)])
 def test_swaps_under_load(tiny_bundle: Path, tmp_path: Path, workers: int, swaps: int) -> None:

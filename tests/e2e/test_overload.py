@@ -98,7 +98,9 @@ def capacity(server: Server, sent: Traffic) -> float:
     return found.rate
 
 
-@pytest.mark.promise("Overload is refused early with a code of its own, and costs almost nothing.")
+@pytest.mark.promise(
+    "Under overload, the service refuses requests early with an error code of its own, at almost no cost."
+)
 def test_a_flood_is_answered_or_refused(
     impatient: Server, seconds: float, limit_s: Callable[[float], float]
 ) -> None:
