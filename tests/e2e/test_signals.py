@@ -15,7 +15,7 @@ import pytest
 
 from service import process_signals
 from tests.e2e.conftest import Server, children, read_log, serving, start, until
-from tests.e2e.test_drain import BODY, half_sent, readiness
+from tests.e2e.test_drain import CALLS, HALF, body_of, half_sent, readiness
 from tests.e2e.test_processes import alive
 
 pytestmark = pytest.mark.e2e
@@ -132,7 +132,7 @@ def test_a_stop_drains(tiny_bundle: Path, workers: str, number: signal.Signals) 
         server.process.send_signal(number)
         until(lambda: readiness(server) == 503)
         until(lambda: any('"draining"' in line for line in server.log))
-        client.sendall(BODY[9:])
+        client.sendall(body_of(CALLS[0])[HALF:])
         with client.makefile("rb") as wire:
             assert wire.readline().startswith(b"HTTP/1.1 200 ")
         assert 0 == server.process.wait(30)

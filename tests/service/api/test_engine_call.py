@@ -15,7 +15,7 @@ def service() -> Service:
 
 def test_there_are_no_engines_before_they_are_open(service: Service) -> None:
     """A request before the start gets 503 with `Retry-After`."""
-    with pytest.raises(NotReady, match="being opened"):
+    with pytest.raises(NotReady, match="still loading"):
         service.open_engines()
 
 
