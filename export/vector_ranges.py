@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from export import verify
+from export import calibration, verify
 from model.evaluate import run_sorted
 from service.core import decode
 from service.core.bundle import PROMPT_NAMES, Bundle, Head, Ranges, format_version
@@ -34,7 +34,7 @@ def add_ranges(
     """
     if file is None:
         return draft
-    texts = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    texts = calibration.read_texts(file)
     if len(texts) < FEWEST:
         raise ValueError(
             f"--calibrate: {file} has {len(texts)} texts, at least {FEWEST} are needed"
