@@ -182,7 +182,8 @@ def draft_checkpoint(
     if unread := unread_settings(source.folder):
         show(f"settings that neither Quartet nor the reference library reads: {unread}")
     encodings = goldens.golden_encodings(encoder, heads)
-    windows = calibration.choose_windows(encoder, calibration.read_texts(request.calibration))
+    texts = calibration.read_texts(request.calibration)
+    windows = calibration.choose_windows(encoder, texts) if "int8" in request.precisions else []
     write_graphs(source, folder, request.precisions, encodings, windows, show)
     source.tokenizer.save(str(folder / TOKENIZER))
     draft = draft_manifest(
@@ -306,7 +307,7 @@ def write_graphs(
     """Write the fp32 graphs, which share one weight file, and the graphs of other requested precisions.
 
     encodings: the goldens' texts, whose numbers decide what an fp16 graph computes in fp16
-    windows: texts whose numbers decide how int8 rounds
+    windows: texts whose numbers decide how int8 rounds; empty without an int8 graph
     """
     show("tracing the packed and the portable graph ...")
     packed = trace_graphs.export_packed(source.model)

@@ -29,7 +29,7 @@ def add_ranges(
 ) -> Bundle:
     """Return the bundle with the ranges of its embedding heads. The embedding space becomes another one.
 
-    file: with a text per line; None changes nothing
+    file: with a text per line; None changes nothing, as for a bundle without embedding heads
     Raises OSError for a file that cannot be read, and ValueError for one with less than two texts.
     """
     if file is None:
@@ -40,6 +40,8 @@ def add_ranges(
             f"--calibrate: {file} has {len(texts)} texts, at least {FEWEST} are needed"
         )
     manifest = draft.manifest
+    if all(head.task != "embedding" for head in manifest.heads.values()):
+        return draft
     graph = manifest.graphs_for("cpu", manifest.default_precision)[0]
     run, heads, ranges = verify.graph_runner(draft, graph, threads=0), dict(manifest.heads), {}
     for name, head in heads.items():
