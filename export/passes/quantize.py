@@ -127,11 +127,12 @@ def _smooth_norm(
     node: NodeProto, plan: Plan, weights: Mapping[str, TensorProto], constants: _Constants
 ) -> NodeProto:
     """Return a norm that computes the smoothed output."""
+    assert plan.center is not None and plan.factor is not None  # the plan is smooth
     weight, *bias = (to_floats(weights[name]) for name in node.input[1:])
     x = node.output[0]
     names = [
         constants.add(f"{x}.norm.weight", weight * plan.factor),
-        constants.add(f"{x}.norm.bias", (sum(bias) - plan.center) * plan.factor),
+        constants.add(f"{x}.norm.bias", (sum(bias, start=-plan.center)) * plan.factor),
     ]
     norm = with_inputs(node, [node.input[0], *names])
     norm.output[:] = [_smoothed(x)]
@@ -144,6 +145,7 @@ def _smoothed(x: str) -> str:
 
 def _smooth(x: str, plan: Plan, constants: _Constants) -> Iterator[NodeProto]:
     """Yield the nodes of (x - center) * factor."""
+    assert plan.center is not None and plan.factor is not None  # the plan is smooth
     center = constants.add(f"{x}.center", plan.center)
     factor = constants.add(f"{x}.factor", plan.factor)
     yield helper.make_node("Sub", [x, center], [f"{x}.centered"])
