@@ -127,7 +127,8 @@ def _smooth_norm(
     node: NodeProto, plan: Plan, weights: Mapping[str, TensorProto], constants: _Constants
 ) -> NodeProto:
     """Return a norm that computes the smoothed output."""
-    assert plan.center is not None and plan.factor is not None  # the plan is smooth
+    assert plan.center is not None
+    assert plan.factor is not None
     weight, *bias = (to_floats(weights[name]) for name in node.input[1:])
     x = node.output[0]
     names = [
@@ -145,7 +146,8 @@ def _smoothed(x: str) -> str:
 
 def _smooth(x: str, plan: Plan, constants: _Constants) -> Iterator[NodeProto]:
     """Yield the nodes of (x - center) * factor."""
-    assert plan.center is not None and plan.factor is not None  # the plan is smooth
+    assert plan.center is not None
+    assert plan.factor is not None
     center = constants.add(f"{x}.center", plan.center)
     factor = constants.add(f"{x}.factor", plan.factor)
     yield helper.make_node("Sub", [x, center], [f"{x}.centered"])
