@@ -86,7 +86,8 @@ def read_request(argv: Sequence[str] | None) -> ExportRequest:
         "--calibrate",
         type=Path,
         metavar="FILE",
-        help="a file with one text a line: stores the ranges of their vectors, so that requests may have int8 vectors",
+        help="a file with one text a line, which an int8 graph is calibrated with; also stores the ranges of their "
+        "vectors, so that requests may have int8 vectors",
     )
     parser.add_argument(
         "--encoder",

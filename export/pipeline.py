@@ -19,6 +19,7 @@ import torch
 from pydantic import ValidationError
 
 from export import (
+    calibration,
     evaluation,
     goldens,
     model_card,
@@ -84,7 +85,7 @@ class ExportRequest:
     metadata: the content of the `--provenance` file
     memory: whether to measure the memory of the graphs
     dimensions: the numbers of dimensions that vectors may be cut to; empty for the checkpoint's own
-    calibration: a file with a text per line, for the ranges of quantized vectors
+    calibration: a file with a text per line, for int8 graphs and the ranges of quantized vectors
     encoder: a directory for the encoder in half precision, None to write none
     """
 
@@ -181,7 +182,9 @@ def draft_checkpoint(
     if unread := unread_settings(source.folder):
         show(f"settings that neither Quartet nor the reference library reads: {unread}")
     encodings = goldens.golden_encodings(encoder, heads)
-    write_graphs(source, folder, request.precisions, encodings, show)
+    texts = calibration.read_texts(request.calibration)
+    windows = calibration.choose_windows(encoder, texts) if "int8" in request.precisions else []
+    write_graphs(source, folder, request.precisions, encodings, windows, show)
     source.tokenizer.save(str(folder / TOKENIZER))
     draft = draft_manifest(
         request,
@@ -263,7 +266,8 @@ def choose_dimensions(request: ExportRequest, heads: Mapping[str, Head]) -> dict
     Raises ValueError, too, where there are options for embedding heads and no such head.
     """
     embedding = [name for name, head in heads.items() if head.task == "embedding"]
-    for flag, value in (("--dimensions", request.dimensions), ("--calibrate", request.calibration)):
+    ranges = request.calibration if "int8" not in request.precisions else None
+    for flag, value in (("--dimensions", request.dimensions), ("--calibrate", ranges)):
         if value and not embedding:
             raise ValueError(f"{flag}: the checkpoint has no embedding head")
     fields = {"matryoshka_dimensions": tuple(sorted(request.dimensions))}
@@ -297,17 +301,21 @@ def write_graphs(
     folder: Path,
     precisions: Sequence[str],
     encodings: Sequence[Window],
+    windows: Sequence[Window],
     show: Show,
 ) -> None:
     """Write the fp32 graphs, which share one weight file, and the graphs of other requested precisions.
 
     encodings: the goldens' texts, whose numbers decide what an fp16 graph computes in fp16
+    windows: texts whose numbers decide how int8 rounds; empty without an int8 graph
     """
     show("tracing the packed and the portable graph ...")
     packed = trace_graphs.export_packed(source.model)
     portable = trace_graphs.export_portable(source.model)
     if "int8" in precisions:
-        quantized = quantize.quantize(packed)
+        show("calibrating and rounding the int8 graph ...")
+        inputs = calibration.measure_inputs(packed, windows)
+        quantized = quantize.quantize(packed, inputs)
         first_token_only.narrow(quantized)
         onnx.save(quantized, folder / "int8.onnx")
     first_token_only.narrow(packed)

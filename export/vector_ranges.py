@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from export import verify
+from export import calibration, verify
 from model.evaluate import run_sorted
 from service.core import decode
 from service.core.bundle import PROMPT_NAMES, Bundle, Head, Ranges, format_version
@@ -29,17 +29,19 @@ def add_ranges(
 ) -> Bundle:
     """Return the bundle with the ranges of its embedding heads. The embedding space becomes another one.
 
-    file: with a text per line; None changes nothing
+    file: with a text per line; None changes nothing, as for a bundle without embedding heads
     Raises OSError for a file that cannot be read, and ValueError for one with less than two texts.
     """
     if file is None:
         return draft
-    texts = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    texts = calibration.read_texts(file)
     if len(texts) < FEWEST:
         raise ValueError(
             f"--calibrate: {file} has {len(texts)} texts, at least {FEWEST} are needed"
         )
     manifest = draft.manifest
+    if all(head.task != "embedding" for head in manifest.heads.values()):
+        return draft
     graph = manifest.graphs_for("cpu", manifest.default_precision)[0]
     run, heads, ranges = verify.graph_runner(draft, graph, threads=0), dict(manifest.heads), {}
     for name, head in heads.items():

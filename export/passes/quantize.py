@@ -5,12 +5,14 @@ text depend on the other texts. Here every token, a row of the packed matrix, ha
 ZeroQuant), and every output channel of a weight has one. Integer products are exact, so a row's result is the
 same in any batch.
 
-Weights have 7 bits, because AVX2 adds two products of 8-bit numbers in 16 bits and saturates at the full range.
-The embedding table is stored in 8 bits with a scale per row; the heads, small and sensitive, stay in fp32. A head over
-the vocabulary multiplies by the embedding table itself, so its activations have 7 bits.
+Weights have 8 bits, but neighbors of one sign add up to at most 128, because AVX2 adds two products in 16 bits
+(`export.passes.rounding`). How inputs and weights are quantized is planned in `export.passes.int8_plan`. The embedding
+table is stored in 8 bits with a scale per row; the heads, small and sensitive, stay in fp32. A head over the vocabulary
+multiplies by the embedding table itself, so its activations have 7 bits.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,19 +21,36 @@ from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from export.passes.fold import fold
-from export.passes.graph_utils import WORDS, attribute, drop_unused_weights, takes_words
+from export.passes.graph_utils import (
+    WORDS,
+    attribute,
+    count_readers,
+    drop_unused_weights,
+    takes_words,
+    with_inputs,
+)
+from export.passes.int8_plan import (
+    MOST,
+    TRUNK,
+    Plan,
+    is_trunk_product,
+    plan_products,
+    to_floats,
+)
+from export.passes.rounding import LEVELS, TINY, largest, nearest
 
-WEIGHT_LEVELS = 63  # 7 bits, signed
-ACTIVATION_LEVELS = 127
-TABLE_LEVELS = 127  # of the embedding table
-ZERO_POINT = 128  # activations are unsigned, because x86 multiplies u8 x s8 fastest
-ZERO_POINTS = "quantize.zero_points"
-TINY = 1e-20  # keeps an all-zero row's scale above zero
+NARROW_MOST = 127  # of activations that the 8-bit embedding table multiplies
+NARROW_ZERO_POINT = 64
 
 
-def quantize(model: onnx.ModelProto, trunk: str = "encoder.layers") -> onnx.ModelProto:
+def quantize(
+    model: onnx.ModelProto,
+    inputs: Mapping[str, NDArray[np.float32]] | None = None,
+    trunk: str = TRUNK,
+) -> onnx.ModelProto:
     """Return an int8 copy of a packed fp32 graph: the encoder's matrix products and the word embeddings.
 
+    inputs: of the products, [T, K] by name, for some text (`export.calibration`); None where they were not measured
     trunk: names of weights that contain it are quantized
     Raises ValueError for a matrix that another operator than Gemm uses.
     """
@@ -42,19 +61,24 @@ def quantize(model: onnx.ModelProto, trunk: str = "encoder.layers") -> onnx.Mode
     weights = {tensor.name: tensor for tensor in graph.initializer}
     parts = {node.output[0]: node for node in graph.node if takes_words(node)}
     constants = _Constants(graph)
-    nodes: list[NodeProto] = [*_zero_points()]
+    plans = plan_products(graph, inputs or {}, trunk)
+    folded = _foldable_norms(graph, plans, trunk)
+    nodes: list[NodeProto] = []
     for node in graph.node:
-        if node.op_type == "Gemm" and trunk in node.input[1]:
-            nodes += _product(node, _array(weights[node.input[1]]), constants)
+        if is_trunk_product(node, trunk):
+            x = node.input[0]
+            nodes += _product(node, plans[x], weights, constants, folded=x in folded)
+        elif node.output[0] in folded:
+            nodes.append(_smooth_norm(node, plans[node.output[0]], weights, constants))
         elif node.op_type == "Gemm" and node.input[1].endswith(WORDS):
-            nodes += _vocabulary_product(node, _array(weights[node.input[1]]), constants)
+            nodes += _vocabulary_product(node, to_floats(weights[node.input[1]]), constants)
         elif node.op_type == "Gemm" and node.input[1] in parts:
             part = parts[node.input[1]]
-            nodes += _vocabulary_product(node, _array(weights[part.input[0]]), constants, part)
+            nodes += _vocabulary_product(node, to_floats(weights[part.input[0]]), constants, part)
         elif node.output[0] in parts:
             continue
         elif node.op_type == "Gather" and node.input[0].endswith(WORDS):
-            nodes += _lookup(node, _array(weights[node.input[0]]), constants)
+            nodes += _lookup(node, to_floats(weights[node.input[0]]), constants)
         else:
             nodes.append(node)
     left = [
@@ -66,6 +90,8 @@ def quantize(model: onnx.ModelProto, trunk: str = "encoder.layers") -> onnx.Mode
     if left:
         raise ValueError(f"cannot quantise this graph: {left[0]} is used in a way not known here")
     del graph.node[:]
+    for zero_point in sorted({plan.zero_point for plan in plans.values()}):
+        graph.node.extend(_zero_points(zero_point, _shared_zero_points(zero_point), "input_ids"))
     graph.node.extend(nodes)
     drop_unused_weights(graph)
     onnx.checker.check_model(quantized)
@@ -90,36 +116,80 @@ class _Constants:
         return name
 
 
-def weight_scales(weight: NDArray[np.float32], levels: int) -> NDArray[np.float32]:
-    """Return a scale per row, [N], of a weight [N, K], so that the row's largest magnitude is `levels`."""
-    scales = np.abs(weight).max(axis=1) / levels
-    return np.asarray(np.maximum(scales, TINY), dtype=np.float32)
+def _foldable_norms(graph: onnx.GraphProto, plans: Mapping[str, Plan], trunk: str) -> set[str]:
+    """Return the smoothed inputs that only products read, so that the norm before them can smooth them."""
+    readers = count_readers(graph)
+    products = Counter(node.input[0] for node in graph.node if is_trunk_product(node, trunk))
+    return {x for x, plan in plans.items() if plan.smooth and readers[x] == products[x]}
 
 
-def _rounded(weight: NDArray[np.float32], scales: NDArray[np.float32]) -> NDArray[np.int8]:
-    return np.asarray(np.rint(weight / scales[:, None]), dtype=np.int8)
+def _smooth_norm(
+    node: NodeProto, plan: Plan, weights: Mapping[str, TensorProto], constants: _Constants
+) -> NodeProto:
+    """Return a norm that computes the smoothed output."""
+    assert plan.center is not None
+    assert plan.factor is not None
+    weight, *bias = (to_floats(weights[name]) for name in node.input[1:])
+    x = node.output[0]
+    names = [
+        constants.add(f"{x}.norm.weight", weight * plan.factor),
+        constants.add(f"{x}.norm.bias", (sum(bias, start=-plan.center)) * plan.factor),
+    ]
+    norm = with_inputs(node, [node.input[0], *names])
+    norm.output[:] = [_smoothed(x)]
+    return norm
+
+
+def _smoothed(x: str) -> str:
+    return f"{x}.smooth"
+
+
+def _smooth(x: str, plan: Plan, constants: _Constants) -> Iterator[NodeProto]:
+    """Yield the nodes of (x - center) * factor."""
+    assert plan.center is not None
+    assert plan.factor is not None
+    center = constants.add(f"{x}.center", plan.center)
+    factor = constants.add(f"{x}.factor", plan.factor)
+    yield helper.make_node("Sub", [x, center], [f"{x}.centered"])
+    yield helper.make_node("Mul", [f"{x}.centered", factor], [_smoothed(x)])
 
 
 def _product(
-    node: NodeProto, weight: NDArray[np.float32], constants: _Constants
+    node: NodeProto,
+    plan: Plan,
+    weights: Mapping[str, TensorProto],
+    constants: _Constants,
+    *,
+    folded: bool,
 ) -> Iterator[NodeProto]:
     """Yield the nodes of x @ W.T + b with a scale per row of x and per row of W.
 
     The weight's scale is applied first: in the other order a fusion of ONNX Runtime computes wrong outputs without an
     error.
+
+    folded: whether the norm before x already smooths it
     """
     assert attribute(node, "transB") == 1, f"{node.name}: expected a transposed weight"
     x, name, *bias = node.input  # a bias of zeros is not in the graph
-    row, quantized = _quantized_rows(x)
+    matrix = plan.matrices[name]
+    values = _smoothed(x) if plan.smooth else x
+    row, quantized = _quantized_rows(values)
     if row not in constants.names:
         constants.names.add(row)
-        yield from _quantize_rows(x, constants, ACTIVATION_LEVELS, ZERO_POINTS)
-    scales = weight_scales(weight, WEIGHT_LEVELS)
-    matrix = constants.add(f"{name}.int8", _rounded(weight, scales).T.copy())
-    scale = constants.add(f"{name}.scale", scales)
-    one = constants.add("quantize.one", np.float32(1))
-    zero = constants.add("quantize.zero_point", np.uint8(ZERO_POINT))
-    yield from _multiply(node, [quantized, matrix, one, scale, zero], row, bias)
+        if plan.smooth and not folded:
+            yield from _smooth(x, plan, constants)
+        yield from _quantize_rows(values, constants, MOST, plan.zero_point)
+    operands = [
+        quantized,
+        constants.add(f"{name}.int8", matrix.rounded.T.copy()),
+        constants.add("quantize.one", np.float32(1)),
+        constants.add(f"{name}.scale", matrix.scales),
+        constants.add(f"quantize.zero_point.{plan.zero_point}", np.uint8(plan.zero_point)),
+    ]
+    if matrix.correction is not None:
+        corrected = sum((to_floats(weights[b]) for b in bias), start=matrix.correction)
+        bias = [constants.add(f"{node.output[0]}.bias", corrected)]
+    yield from _multiply(node, operands, row, bias)
 
 
 def _multiply(
@@ -153,12 +223,12 @@ def _vocabulary_product(
     """
     assert attribute(node, "transB") == 1, f"{node.name}: expected a transposed weight"
     x, name, *bias = node.input
-    zero = constants.add("quantize.narrow_zero_point", np.uint8(WEIGHT_LEVELS + 1))
+    zero = constants.add("quantize.narrow_zero_point", np.uint8(NARROW_ZERO_POINT))
     row, quantized = _quantized_rows(x)
     axes = constants.add("quantize.axes", np.array([1], dtype=np.int64))
     if row not in constants.names:
         constants.names.add(row)
-        yield from _quantize_rows(x, constants, WEIGHT_LEVELS, f"{x}.zero_points")
+        yield from _quantize_rows(x, constants, NARROW_MOST, NARROW_ZERO_POINT, f"{x}.scales")
     rows, scale = _add_table(part.input[0] if part else name, table, constants)
     if part is not None:
         yield helper.make_node("Slice", [rows, *part.input[1:]], [f"{name}.rows"])
@@ -177,36 +247,43 @@ def _quantized_rows(x: str) -> tuple[str, str]:
 
 
 def _quantize_rows(
-    x: str, constants: _Constants, most: int, zero_points: str
+    x: str, constants: _Constants, most: int, zero_point: int, like: str | None = None
 ) -> Iterator[NodeProto]:
-    """Yield the nodes that quantize rows to numbers from -`most` to `most`, before the zero points are added.
+    """Yield the nodes that quantize rows to numbers from 0 to `most`.
 
     The scale comes from the largest and the smallest number of each row: a tensor of magnitudes would cost memory
     traffic.
+
+    like: a value with as many rows, for zero points of its own; None for those that all inputs share
     """
     row, quantized = _quantized_rows(x)
-    name = "quantize.levels" if most == ACTIVATION_LEVELS else "quantize.narrow_levels"
-    levels = constants.add(name, np.float32(1 / most))
+    above = constants.add(
+        f"quantize.above.{most - zero_point}", np.float32(1 / (most - zero_point))
+    )
+    below = constants.add(f"quantize.below.{zero_point}", np.float32(-1 / zero_point))
     tiny = constants.add("quantize.tiny", np.float32(TINY))
     axes = constants.add("quantize.axes", np.array([1], dtype=np.int64))
     yield helper.make_node("ReduceMax", [x, axes], [f"{x}.max"], keepdims=1)
     yield helper.make_node("ReduceMin", [x, axes], [f"{x}.min"], keepdims=1)
-    yield helper.make_node("Neg", [f"{x}.min"], [f"{x}.below"])
-    yield helper.make_node("Max", [f"{x}.max", f"{x}.below", tiny], [f"{x}.magnitude"])
-    yield helper.make_node("Mul", [f"{x}.magnitude", levels], [row])
+    yield helper.make_node("Mul", [f"{x}.max", above], [f"{x}.above"])
+    yield helper.make_node("Mul", [f"{x}.min", below], [f"{x}.below"])
+    yield helper.make_node("Max", [f"{x}.above", f"{x}.below", tiny], [row])
     yield helper.make_node("Squeeze", [row, axes], [f"{x}.scales"])
-    if zero_points != ZERO_POINTS:
-        yield from _zero_points(f"{x}.scales", zero_points, most + 1)
-    yield helper.make_node("QuantizeLinear", [x, f"{x}.scales", zero_points], [quantized], axis=0)
+    points = _shared_zero_points(zero_point) if like is None else f"{x}.zero_points"
+    if like is not None:
+        yield from _zero_points(zero_point, points, like)
+    yield helper.make_node("QuantizeLinear", [x, f"{x}.scales", points], [quantized], axis=0)
 
 
-def _zero_points(
-    like: str = "input_ids", output: str = ZERO_POINTS, zero_point: int = ZERO_POINT
-) -> Iterator[NodeProto]:
+def _zero_points(zero_point: int, output: str, like: str) -> Iterator[NodeProto]:
     """Yield nodes for [T] equal zero points: with a scale per row, QuantizeLinear requires one per row."""
     value = numpy_helper.from_array(np.array([zero_point], dtype=np.uint8))
     yield helper.make_node("Shape", [like], [f"{output}.shape"])
     yield helper.make_node("ConstantOfShape", [f"{output}.shape"], [output], value=value)
+
+
+def _shared_zero_points(zero_point: int) -> str:
+    return f"quantize.zero_points.{zero_point}"
 
 
 def _lookup(
@@ -223,10 +300,6 @@ def _lookup(
 
 def _add_table(name: str, table: NDArray[np.float32], constants: _Constants) -> tuple[str, str]:
     """Return the names of the 8-bit embedding table [V, E] and of its scales [V, 1]."""
-    scales = weight_scales(table, TABLE_LEVELS)
-    rows = constants.add(f"{name}.int8", _rounded(table, scales))
+    scales = largest(table, LEVELS)
+    rows = constants.add(f"{name}.int8", nearest(table, scales))
     return rows, constants.add(f"{name}.scale", scales[:, None].copy())
-
-
-def _array(tensor: TensorProto) -> NDArray[np.float32]:
-    return numpy_helper.to_array(tensor).astype(np.float32)

@@ -655,8 +655,8 @@ def break_int8(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make int8 say "positive" to everything."""
     whole = quantize.quantize
 
-    def broken(proto: onnx.ModelProto) -> onnx.ModelProto:
-        quantized = whole(proto)
+    def broken(proto: onnx.ModelProto, *inputs: Any) -> onnx.ModelProto:
+        quantized = whole(proto, *inputs)
         (tensor,) = (
             t for t in quantized.graph.initializer if t.name.endswith("sentiment.classifier.bias")
         )

@@ -2,13 +2,14 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from export import measure_memory, pipeline, run_report
+from export import measure_memory, pipeline, run_report, vector_ranges
 from export.goldens import run_torch
 from model.checkpoints.source import read_source
 from model.report.page import Report, Section
@@ -17,6 +18,8 @@ from service.core.bundle import Head
 from service.core.encode import Encoder
 from tests import samples
 from tests.conftest import Traced
+
+GRAPHS = ("fp32.onnx", "int8.onnx")
 
 pytestmark = pytest.mark.usefixtures("scratch")
 
@@ -51,7 +54,7 @@ def test_export(tiny_checkpoint: Path, out: Path, capsys: pytest.CaptureFixture[
 
     assert bundle.load(out).manifest == manifest
     assert ["fp32 packed", "fp32 portable", "int8 packed"] == [
-        line.partition(":")[0] for line in lines[2:]
+        line.partition(":")[0] for line in lines[3:]
     ]
     assert "" == capsys.readouterr().out
 
@@ -205,6 +208,39 @@ def test_options_without_an_embedding_head() -> None:
     request = make_request(Path("a"), Path("b"), dimensions=(8,))
     with pytest.raises(ValueError, match="--dimensions: the checkpoint has no embedding head"):
         pipeline.choose_dimensions(request, {"answers": Head(task="qa")})
+
+
+def test_calibration_without_an_embedding_head(tmp_path: Path) -> None:
+    """Texts calibrate int8 for any head, and are refused for other precisions."""
+    heads = {"answers": Head(task="qa")}
+    request = make_request(Path("a"), Path("b"), calibration=tmp_path / "texts.txt")
+    assert heads == pipeline.choose_dimensions(request, heads)
+    with pytest.raises(ValueError, match="--calibrate: the checkpoint has no embedding head"):
+        pipeline.choose_dimensions(replace(request, precisions=("fp32",)), heads)
+
+
+def test_no_ranges_without_an_embedding_head(
+    tiny_checkpoint: Path, out: Path, tmp_path: Path
+) -> None:
+    """Texts for int8 give a bundle without vectors no ranges, and no embedding space."""
+    (tmp_path / "texts.txt").write_text("the old man\nto the sea\n")
+    pipeline.export(make_request(tiny_checkpoint, out), lambda _: None)
+    full = bundle.load(out)
+    heads = {name: head for name, head in full.manifest.heads.items() if head.task != "embedding"}
+    manifest = full.manifest.model_copy(update={"heads": heads, "embedding_space": None})
+    draft = replace(full, manifest=manifest)
+    encoder = Encoder.from_file(full.file("tokenizer.json"), 64)
+    assert draft is vector_ranges.add_ranges(draft, encoder, tmp_path / "texts.txt", print)
+
+
+def test_calibration_changes_the_int8_graph_only(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """Other texts give another int8 graph, and the same fp32 graph."""
+    (tmp_path / "texts.txt").write_text("the old man\nto the sea\n" * 3000)
+    for name, texts in (("first", None), ("second", tmp_path / "texts.txt")):
+        request = make_request(tiny_checkpoint, tmp_path / name, calibration=texts)
+        pipeline.export(request, lambda _: None)
+    files = [[(tmp_path / n / f).read_bytes() for n in ("first", "second")] for f in GRAPHS]
+    assert [True, False] == [first == second for first, second in files]
 
 
 def test_embedding_space(tmp_path: Path) -> None:

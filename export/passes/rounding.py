@@ -1,0 +1,81 @@
+"""Rounding of a weight to 8-bit numbers whose products do not saturate on AVX2.
+
+AVX2 multiplies unsigned activations, at most 255, by signed weights, and adds the products of two neighboring inputs,
+2i and 2i + 1, in 16 bits. The sum stays below 2^15 where two weights of one sign add up to at most 128 (255 x 128 <
+32,768). Two weights of different signs cannot exceed 255 x 127.
+
+N outputs, K inputs, T tokens
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+LEVELS = 127  # the largest rounded weight
+PAIR = 128  # the largest sum of two neighboring weights of one sign
+TINY = 1e-20  # keeps the scale of a row of zeros above zero
+DAMPING = (
+    0.01  # of the mean square of an input, which limits how much one weight compensates for others
+)
+BLOCK = 64  # columns that are rounded before later columns are updated
+
+Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
+
+
+def largest(weight: Floats, levels: int) -> Floats:
+    """Return a scale per row, [N], of a weight [N, K], so that the row's largest magnitude is `levels`."""
+    scales = np.abs(weight).max(axis=1) / levels
+    return np.asarray(np.maximum(scales, TINY), dtype=np.float32)
+
+
+def pairwise(weight: Floats) -> Floats:
+    """Return a scale per row, [N], with which neighbors of one sign add up to at most 127 before they are rounded.
+
+    Rounding adds at most a half to each, and hence at most 1 to their sum.
+    """
+    even, odd = weight[:, 0::2], weight[:, 1::2]
+    even = even[:, : odd.shape[1]]  # the last of an odd number of inputs has no neighbor
+    sums = np.where(even * odd > 0, np.abs(even + odd), 0).max(axis=1, initial=0)
+    scales = np.maximum(np.abs(weight).max(axis=1), sums) / LEVELS
+    return np.asarray(np.maximum(scales, TINY), dtype=np.float32)
+
+
+def nearest(weight: Floats, scales: Floats) -> NDArray[np.int8]:
+    """Return the weight [N, K] over the scales of its rows, each number rounded by itself."""
+    return np.asarray(np.rint(weight / scales[:, None]), dtype=np.int8)
+
+
+def compensated(weight: Floats, scales: Floats, inputs: Floats) -> NDArray[np.int8]:
+    """Return the weight [N, K] over the scales of its rows, so that products with the inputs [T, K] change little.
+
+    The columns are rounded in order. The error of each is compensated by later columns, as far as their inputs are
+    correlated (Frantar et al. 2022, GPTQ). Two weights of a pair keep to their largest sum.
+    """
+    factor = _inverse_factor(inputs)
+    exact = weight.astype(np.float64) / scales[:, None].astype(np.float64)
+    rounded = np.zeros_like(exact)
+    for start in range(0, exact.shape[1], BLOCK):
+        block = slice(start, min(start + BLOCK, exact.shape[1]))
+        errors = np.zeros((len(exact), block.stop - start))
+        for column in range(start, block.stop):
+            least = np.full(len(exact), -LEVELS, np.float64)
+            most = -least
+            if column % 2:
+                before = rounded[:, column - 1]
+                most = np.minimum(most, PAIR - np.maximum(before, 0))
+                least = np.maximum(least, -PAIR - np.minimum(before, 0))
+            rounded[:, column] = np.clip(np.rint(exact[:, column]), least, most)
+            error = (exact[:, column] - rounded[:, column]) / factor[column, column]
+            errors[:, column - start] = error
+            exact[:, column : block.stop] -= np.outer(error, factor[column, column : block.stop])
+        exact[:, block.stop :] -= errors @ factor[block, block.stop :]
+    return np.asarray(rounded, dtype=np.int8)
+
+
+def _inverse_factor(inputs: Floats) -> Doubles:
+    """Return the upper Cholesky factor U, [K, K], of the inverse of the inputs' mean squares: U.T @ U = inverse."""
+    squares = (inputs.T @ inputs / np.float32(len(inputs))).astype(np.float64)
+    damping = DAMPING * max(float(np.mean(np.diag(squares))), TINY)
+    squares[np.diag_indices_from(squares)] += damping
+    lower = np.linalg.cholesky(squares[::-1, ::-1])
+    return np.asarray(np.linalg.inv(lower)[::-1, ::-1])
