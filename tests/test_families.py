@@ -571,8 +571,7 @@ def exported(exports: Callable[[str], Exported], model_type: str) -> Exported:
 SOON = (
     "bert",
     "modernbert",
-    "deberta-v2",
-)  # one of each kind of positions; the others' exports are slow
+)  # the exports of the others are slow, DeBERTa's most of all
 every_family = pytest.mark.parametrize(
     "model_type",
     [pytest.param(name, marks=() if name in SOON else pytest.mark.slow) for name in FAMILIES],

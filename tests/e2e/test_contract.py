@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.conftest import serving
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIG = Path(__file__).parent / "contract.toml"
