@@ -362,7 +362,7 @@ def test_a_service_without_places_is_not_ready(tiny_bundle: Path) -> None:
 
 PAGE = b"GET /openapi.json HTTP/1.1\r\nHost: quartet\r\n\r\n"
 READERS = 600
-READERS_AT_ONCE = 100  # responses of the last second are not judged, so their memory comes on top of the limit
+READERS_AT_ONCE = 100  # responses of the last second come on top of the limit
 UNREAD_MB = 160.0  # `UNREAD_BYTES`, what the connections themselves take, and pages that are younger than a second
 
 
