@@ -105,8 +105,8 @@ def _plan(exact: Mapping[str, Floats], x: Floats | None, *, smooth: bool) -> Pla
         size = _sizes(x - center, np.concatenate([*exact.values()]))
     moved = (x - center) / size
     zero_point = min(ZERO_POINTS, key=lambda point: float(np.mean(row_scales(moved, point) ** 2)))
-    scales = row_scales(moved, zero_point)
-    quantized = np.rint(moved / scales) * scales
+    row_steps = row_scales(moved, zero_point)
+    quantized = np.rint(moved / row_steps) * row_steps
     matrices = {}
     for name, weight in exact.items():
         resized = weight * size
@@ -130,7 +130,7 @@ def row_scales(x: Floats, zero_point: int, most: int = MOST) -> Floats:
     """Return the scale of each row of x, [T, 1], with which the row fits in numbers from 0 to `most`."""
     above = x.max(axis=1, keepdims=True) / np.float32(most - zero_point)
     below = x.min(axis=1, keepdims=True) / np.float32(-zero_point)
-    return np.maximum(np.maximum(above, below), np.float32(TINY))
+    return np.asarray(np.maximum(np.maximum(above, below), TINY), dtype=np.float32)
 
 
 def to_floats(tensor: TensorProto) -> Floats:
