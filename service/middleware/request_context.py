@@ -33,6 +33,7 @@ class RequestContext:
     client_deadline: whether the client set a shorter deadline than the server's
     refusal: the error of a check that rejected the request
     closes: whether the connection closes after the response
+    drops_body: returns whether the connection does not read the rest of the request's body, and therefore closes
     error_form: shows an error as the API of the request's path does
     leaving: done when the client has disconnected, if the server reports that
     """
@@ -59,6 +60,7 @@ class RequestContext:
     client_deadline: bool = False
     refusal: QuartetError | None = None
     closes: bool = False
+    drops_body: Callable[[], bool] | None = None
     error_form: Callable[[QuartetError], ErrorForm] = native_form
     leaving: asyncio.Future[None] | None = None
 

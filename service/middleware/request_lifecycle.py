@@ -123,12 +123,14 @@ class RequestLifecycle:
         return context
 
     def headers(self, context: RequestContext) -> dict[str, str]:
-        """Return the headers that every response carries.
+        """Return the headers that every response carries, at the beginning of the response.
 
         While the process drains, every response closes its connection.
         """
         headers = {"X-Request-Id": context.request_id, "X-Content-Type-Options": "nosniff"}
         context.closes |= self._process.draining
+        if context.drops_body is not None:
+            context.closes |= context.drops_body()
         if context.closes:
             headers["Connection"] = "close"
         return headers

@@ -275,8 +275,6 @@ class Protocol(HttpToolsProtocol, Connection):
         if self.in_head:  # the head of the next request, which has its own timer
             self._unset_keepalive_if_required()
             self.watch_head()
-        elif self.in_body and self.in_chunks and self.cycle.response_complete:
-            self.close()  # the rest of the body has no known length, and is not parsed
 
     def timeout_keep_alive_handler(self) -> None:
         self.close_idle()
@@ -522,6 +520,9 @@ class Protocol(HttpToolsProtocol, Connection):
         scope = cast(Scope, cycle.scope)
         context = scope["state"][CONTEXT] = self.lifecycle.receive(scope)
         context.leaving, context.closes = self.leaving, not cycle.keep_alive
+        if self.in_chunks and cycle is self.cycle:
+            # The rest of a body without a known length is not parsed.
+            context.drops_body = lambda: self.in_body and cycle is self.cycle
         of_a_page = "origin" in context.headers  # a web page, whose response needs more headers
         if not isinstance(context.refusal, Overloaded) or of_a_page:
             return False

@@ -547,6 +547,16 @@ async def test_a_refused_body_is_read_to_its_end(listen: Listen, engine: FakeEng
         assert 200 == (await client.answer()).status
 
 
+async def test_a_refused_body_of_unknown_length_ends_the_connection(listen: Listen) -> None:
+    """The refusal announces the end with `Connection: close`, so that a proxy does not reuse the connection."""
+    chunk = b"400\r\n%s\r\n" % (b"x" * 1024)
+    async with listen(max_body_bytes=1000) as server, server.client() as client:
+        client.send(CHUNKED + chunk * 10)
+        answer = await client.answer()
+        assert (413, "too_large", True) == (answer.status, answer.code, answer.closes)
+        assert await client.ended()
+
+
 async def test_a_refused_body_does_not_count_as_silence(listen: Listen) -> None:
     """Once the last of it has come, the connection may be idle for as long as any."""
     body = post(b"x" * 5000)
