@@ -13,6 +13,12 @@ from service.settings import Settings
 from tests.service.fakes import FakeEngine
 
 
+async def started(server: Server) -> None:
+    """Wait until a server accepts connections."""
+    while not server.started:
+        await asyncio.sleep(0.001)
+
+
 async def test_a_lost_listener_ends_the_process(
     app: FastAPI, monkeypatch: pytest.MonkeyPatch, lines: list[EventDict]
 ) -> None:
@@ -24,8 +30,7 @@ async def test_a_lost_listener_ends_the_process(
     with socket.create_server(("127.0.0.1", 0)) as listener:
         serving = asyncio.create_task(server.serve([listener]))
         async with asyncio.timeout(30):
-            while not server.started:
-                await asyncio.sleep(0.001)
+            await started(server)
             assert [] == statuses
             server.servers[0].close()  # as the event loop does
             await ended.wait()
@@ -53,8 +58,7 @@ async def test_a_drain_without_free_descriptors_answers(
         listener.bind(("127.0.0.1", 0))
         serving = asyncio.create_task(server.serve([listener]))
         async with asyncio.timeout(30):
-            while not server.started:
-                await asyncio.sleep(0.001)
+            await started(server)
             reader, writer = await asyncio.open_connection(*listener.getsockname())
             writer.write(
                 b"POST /classify HTTP/1.1\r\nHost: q\r\nContent-Type: application/json\r\n"
@@ -77,8 +81,7 @@ async def test_the_system_keeps_little_of_a_response(app: FastAPI) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         serving = asyncio.create_task(server.serve([listener]))
         async with asyncio.timeout(30):
-            while not server.started:
-                await asyncio.sleep(0.001)
+            await started(server)
             _, writer = await asyncio.open_connection(*listener.getsockname())
             while not server.server_state.connections:
                 await asyncio.sleep(0.001)
