@@ -1,6 +1,5 @@
 """An HTTP proxy whose first request goes to a service that is not ready, and every later one to a ready service."""
 
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -9,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple
 
 from tests.e2e.conftest import Server
+from tests.http_thread import serving_in_thread
 
 NOT_PASSED_ON = {"connection", "content-length", "date", "host", "server", "transfer-encoding"}
 
@@ -73,11 +73,6 @@ class Handler(BaseHTTPRequestHandler):
 @contextmanager
 def first_unready(unready: Server, ready: Server) -> Iterator[Proxy]:
     """Run a proxy in front of two services."""
-    with Proxy(unready, ready) as proxy:
-        thread = threading.Thread(target=proxy.serve_forever, daemon=True)
-        thread.start()
-        try:
-            yield proxy
-        finally:
-            proxy.shutdown()
-            thread.join(30)
+    proxy = Proxy(unready, ready)
+    with serving_in_thread(proxy):
+        yield proxy

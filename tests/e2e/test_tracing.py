@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import serving, until
+from tests.http_thread import serving_in_thread
 
 service_pb2 = pytest.importorskip(
     "opentelemetry.proto.collector.trace.v1.trace_service_pb2",
@@ -70,12 +70,9 @@ class Taking(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    with Collector() as collector:
-        thread = threading.Thread(target=collector.serve_forever, daemon=True)
-        thread.start()
+    collector = Collector()
+    with serving_in_thread(collector):
         yield collector
-        collector.shutdown()
-        thread.join(10)
 
 
 def facts(described: Any) -> dict[str, Any]:
