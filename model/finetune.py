@@ -523,7 +523,8 @@ def train(
                 if metrics and s.patience and waited >= s.patience * s.eval_every and not last:
                     last, end = True, step + 1
                     run.log(f"no better score since step {improved_step:,}: the run ends early")
-            is_stopped = run.signals.received and not last
+            received = run.signals.received
+            is_stopped = received and not last
             if (step + 1) % s.save_every == 0 or last or is_stopped:
                 state = {"best": best, "best_step": best_step, "improved_step": improved_step}
                 state |= {"ended_early": end < steps, "maps": objective.state_dict()}
@@ -532,7 +533,7 @@ def train(
                 if not (best_step and dev):
                     save(model, step=step + 1)
                 write_report(run, s, describe_run(run, model, step + 1, best_step), [])
-                run.stop(step + 1)
+                run.stop(step + 1, received)
             if last:
                 break
 

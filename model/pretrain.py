@@ -37,7 +37,6 @@ from model.report.page import Report, Section
 from model.training import optim
 from model.training.data_parallel import Ranks
 from model.training.run_record import check_output
-from model.training.stop_signals import HANDLED
 from model.training.token_matching_init import init_token_matching
 from model.training.training_run import TrainingRun, run_script
 from service.core.encode import load_tokenizer
@@ -461,16 +460,15 @@ def _pretrain(s: PretrainSettings, ranks: Ranks) -> None:
                 scalars = {f"held/{name}": value for name, value in means.items()}
                 run.evaluated(step, scalars, f"{what}: {describe(means)}")
                 clozes.append((step + 1, cloze_examples.predict(model, chosen, tokenizer)))
-            received = ranks.total({str(n): float(run.signals.received == n) for n in HANDLED})
-            run.signals.received = next((n for n in HANDLED if received[str(n)]), 0)
-            is_stopped = run.signals.received and not last
+            received = run.signals.received_by_any(ranks.total)
+            is_stopped = received and not last
             if (step + 1) % s.save_every == 0 or last or is_stopped:
                 run.save(step + 1, model, optimizer, clozes=clozes)
                 save(step + 1)
             if is_stopped:
                 if ranks.is_leader:
                     report(step + 1)
-                run.stop(step + 1)
+                run.stop(step + 1, received)
         if first == steps:  # a process may have ended between its two last writes
             save(steps)
         if ranks.is_leader:

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -39,6 +40,16 @@ class StopSignals:
         trace: TracebackType | None,
     ) -> None:
         self._restore()
+
+    def received_by_any(self, total: Callable[[dict[str, float]], dict[str, float]]) -> int:
+        """The number of a signal that some process of a group has received; 0 if none has.
+
+        A signal that arrives during the call counts at the next call.
+
+        total: adds up each value over the processes of the group
+        """
+        counts = total({str(each): float(self.received == each) for each in HANDLED})
+        return next((each for each in HANDLED if counts[str(each)]), 0)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = number

@@ -316,20 +316,20 @@ class TrainingRun:
         """Write into a checkpoint what made it: the settings, the data and the number of steps."""
         self.record.write_to_checkpoint(folder, step, self.settings)
 
-    def stop(self, step: int) -> NoReturn:
+    def stop(self, step: int, received: int) -> NoReturn:
         """End a run that a signal stopped, after its state and its checkpoint are saved. Raises StoppedRun.
 
         step: the number of steps that are done
+        received: the signal's number
         """
-        number = self.signals.received
         without = " without --fresh" if getattr(self.settings, "fresh", False) else ""
         if self.is_leader:
             draw_loss(self.history, self.output / "loss.png")
         self.log(
-            f"{signal.Signals(number).name}: stopped after step {step} of {self.steps} and saved to"
+            f"{signal.Signals(received).name}: stopped after step {step} of {self.steps} and saved to"
             f" {self.output}; the same command{without} resumes the run. Its checkpoint is {self.output}/checkpoint"
         )
-        raise StoppedRun(number)
+        raise StoppedRun(received)
 
     def finish(self, metrics: dict[str, Any]) -> None:
         """Write `metrics.json` and `loss.png`. A run that was already complete keeps its speed."""

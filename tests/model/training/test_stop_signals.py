@@ -28,6 +28,23 @@ def test_the_second_signal_interrupts() -> None:
             signal.raise_signal(signal.SIGINT)
 
 
+def test_a_signal_that_arrives_while_processes_agree_counts_the_next_time() -> None:
+    def total(values: dict[str, float]) -> dict[str, float]:
+        if not signals.received:
+            signal.raise_signal(signal.SIGTERM)
+        return values
+
+    with StopSignals() as signals:
+        assert signals.received_by_any(total) == 0
+        assert signals.received_by_any(total) == signal.SIGTERM
+
+
+def test_a_signal_to_another_process_counts() -> None:
+    with StopSignals() as signals:
+        assert signals.received_by_any(lambda values: {**values, "2": 1.0}) == signal.SIGINT
+        assert signals.received == 0
+
+
 def test_nothing_is_left_of_a_run_without_signals() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with StopSignals():

@@ -336,9 +336,8 @@ class TestRun:
         settings.fresh = fresh
         with TrainingRun.open(settings.output, 5, settings) as stopped:
             stopped.step(0, {"loss": 1.0}, 10, lr=0.1)
-            signal.raise_signal(signal.SIGTERM)
             with pytest.raises(StoppedRun):
-                stopped.stop(1)
+                stopped.stop(1, signal.SIGTERM)
 
         command = "the same command without --fresh" if fresh else "the same command"
         said = (
