@@ -7,7 +7,8 @@ without batching, the portable padded fp32 graph, the packed int8 graph; and bot
 in one process. The bare packed sessions of both precisions are measured in the same rounds: no HTTP, the same texts in
 sorted batches (`benchmarks/lib/onnxruntime_baseline.py`). With `--beside-noop` a no-op server answers the same number
 of requests during their windows, so that both pay for the load generator and for sockets. After 32 connections each
-server gets an open loop of 80 % of its throughput.
+server gets an open loop of 80 % of its throughput. At the end, the latency of one connection is measured by the length
+of the text (`benchmarks/one_connection.py`), without `--texts` and `--cores`.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import limit
+from benchmarks import limit, one_connection
 from benchmarks.lib import (
     goal_checks,
     machine,
@@ -100,9 +101,14 @@ def main() -> None:
             open_seconds=options.open_seconds,
             noop_load=NOOP_LOADS if options.beside_noop else None,
         )
+        alone = not (options.texts or options.cores) and 1 in options.connections
+        found = one_connection.measure(model, scratch, number=options.rounds) if alone else None
     rows = rounds.summaries(tested)
     wanted = [*goals(tested, options.connections, described["flags"])]
     rounds.show(rows)
+    if found:
+        one_connection.show(found)
+        wanted += one_connection.goals(found)
     goal_checks.show(wanted)
     results = {
         "run": run,
@@ -111,6 +117,7 @@ def main() -> None:
         "beside_noop": options.beside_noop,
         "texts": {"mix": options.mix, "count": len(texts), "mean_tokens": tokens},
         "contenders": rows,
+        "one_connection": found,
         "checks": [check.as_json() for check in wanted],
     }
     print(json.dumps(results))
