@@ -153,6 +153,7 @@ class Call(Generic[R]):
             timing.encode_s,
             timing.queue_s,
             timing.inference_s,
+            timing.return_s,
             timing.decode_s,
         )
         return reply
@@ -162,9 +163,11 @@ class Call(Generic[R]):
         timing = reply.timing
         return {
             "Server-Timing": server_timing(
+                parse=self.context.stages[0],
                 encode=timing.encode_s,
                 queue=timing.queue_s,
                 inference=timing.inference_s,
+                **{"return": timing.return_s},
                 decode=timing.decode_s,
                 total=self.context.seconds,
             ),

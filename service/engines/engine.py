@@ -77,11 +77,16 @@ class TokenUsage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds by stage, and the size of the batch; each value is the maximum over the request's entries."""
+    """Seconds by stage, and the size of the batch; each value is the maximum over the request's entries.
+
+    queue_s: from the end of encoding until the batch began
+    return_s: from the end of the last batch until the engine had its outputs
+    """
 
     encode_s: float
     queue_s: float
     inference_s: float
+    return_s: float
     decode_s: float
     batch_size: int
     batch_tokens: int
@@ -188,7 +193,8 @@ class Engine:
         encoded, errors = await self._encode(plan.encode, plan.sizes, ticket)
         encode_s = time.perf_counter() - began
         usage = _usage(encoded)
-        entries = self._entries(plan.heads, encoded, ticket)
+        submitted = time.monotonic()
+        entries = self._entries(plan.heads, encoded, ticket, submitted)
         if ticket.on_submit is not None:
             ticket.on_submit(usage.tokens)
         collector = ResultCollector(
@@ -196,13 +202,15 @@ class Engine:
         )
         if on_result is None:
             outcomes = await self._device.submit(entries)
+            waited_s = time.monotonic() - submitted
             decode_all = partial(collector.add_all, entries, outcomes)
             most = INLINE_TOKENS if plan.decodes_inline else 0
             await self.run(decode_all, usage.tokens, ticket, most)
         else:
             most = INLINE_TOKENS if plan.decodes_inline else 0
             outcomes = await self._stream(entries, collector, ticket, most)
-        timing = _timing(outcomes, encode_s, collector.decode_s)
+            waited_s = time.monotonic() - submitted - collector.decode_s
+        timing = _timing(outcomes, encode_s, waited_s, collector.decode_s)
         reply = Reply(plan.heads, collector.results(), usage, timing, errors)
         if self.copies is not None and on_result is None:
             self.copies(task, ticket, reply)
@@ -336,8 +344,9 @@ class Engine:
             left_s = ticket.deadline - time.monotonic()
             self._device.load().check_in_time(flow, 1, left_s, before_s=encode_s)
 
-    def _entries(self, heads: Heads, encoded: Sequence[Cut | None], ticket: Ticket) -> list[Entry]:
-        arrival = time.monotonic()
+    def _entries(
+        self, heads: Heads, encoded: Sequence[Cut | None], ticket: Ticket, arrival: float
+    ) -> list[Entry]:
         return [
             Entry(
                 bundle=self.id,
@@ -476,13 +485,18 @@ def _usage(encoded: Sequence[Cut | None]) -> TokenUsage:
     return TokenUsage(tokens, count, truncated)
 
 
-def _timing(outcomes: Sequence[EntryOutcome], encode_s: float, decode_s: float) -> Timing:
-    queue_s = inference_s = 0.0
+def _timing(
+    outcomes: Sequence[EntryOutcome], encode_s: float, waited_s: float, decode_s: float
+) -> Timing:
+    """Return the timing of a request. waited_s: from its submission to its last outcome, without decoding"""
+    queue_s = inference_s = computed_s = 0.0
     batch_size = batch_tokens = 0
     for outcome in outcomes:
         if isinstance(outcome, Outcome):
             queue_s = max(queue_s, outcome.queue_s)
             inference_s = max(inference_s, outcome.inference_s)
+            computed_s = max(computed_s, outcome.queue_s + outcome.inference_s)
             batch_size = max(batch_size, outcome.batch_size)
             batch_tokens = max(batch_tokens, outcome.batch_tokens)
-    return Timing(encode_s, queue_s, inference_s, decode_s, batch_size, batch_tokens)
+    return_s = max(0.0, waited_s - computed_s)
+    return Timing(encode_s, queue_s, inference_s, return_s, decode_s, batch_size, batch_tokens)

@@ -34,7 +34,7 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 # These metrics would double the size of the page, and they are of no use.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
-STAGES = ("parse", "encode", "queue", "inference", "decode", "serialise")
+STAGES = ("parse", "encode", "queue", "inference", "return", "decode", "serialise")
 REFUSALS = frozenset(kind.code for kind in kinds() if kind.status != InternalError.status)
 FAILURES = frozenset(kind.code for kind in kinds() if kind.status == InternalError.status)
 LATE = frozenset(

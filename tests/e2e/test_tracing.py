@@ -22,7 +22,7 @@ pytestmark = pytest.mark.e2e
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TEXT = "a confidential text"
-STAGES = ["parse", "encode", "queue", "inference", "decode", "serialise"]
+STAGES = ["parse", "encode", "queue", "inference", "return", "decode", "serialise"]
 SERVER = 2  # the kind of a span
 
 

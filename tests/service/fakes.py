@@ -97,7 +97,7 @@ class FakeEngine:
         if self.error:
             raise self.error
         usage = TokenUsage(tokens=TOKENS, windows=1, truncated=[])
-        timing = Timing(0.001, 0.002, 0.003, 0.004, 8, 312)
+        timing = Timing(0.001, 0.002, 0.003, 0.0005, 0.004, 8, 312)
         return Reply((head,), results, usage, timing, self.bad)
 
     async def run(self, work: Callable[[], Any], tokens: int, ticket: Ticket) -> Any:

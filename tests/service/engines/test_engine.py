@@ -321,6 +321,7 @@ async def test_timing(tiny: Engine) -> None:
     """A reply knows where its time went, and the batch that it rode in."""
     timing = (await tiny.answer(Embedding(texts=SHORT, **EMBED), ticket())).timing
     assert min(timing.encode_s, timing.queue_s, timing.inference_s, timing.decode_s) > 0
+    assert 0 < timing.return_s < 1
     assert 1 <= timing.batch_size <= 3
     assert timing.batch_tokens >= 3
 

@@ -29,7 +29,7 @@ GOOD, BAD = (
 
 
 def reply(*results: Any, tokens: int = SMALL, queue_s: float = 0.001) -> Reply[Any]:
-    timing = Timing(0.0, queue_s, 0.002, 0.0, 1, tokens)
+    timing = Timing(0.0, queue_s, 0.002, 0.0, 0.0, 1, tokens)
     return Reply(("sentiment",), [*results], TokenUsage(tokens, 1, []), timing)
 
 

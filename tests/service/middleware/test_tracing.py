@@ -24,7 +24,7 @@ memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_expo
 
 BODY = {"inputs": ["a secret", "another"]}
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
-STAGES = ["parse", "encode", "queue", "inference", "decode", "serialise"]
+STAGES = ["parse", "encode", "queue", "inference", "return", "decode", "serialise"]
 AWAY = "http://127.0.0.1:9"  # a port without a listener
 
 
