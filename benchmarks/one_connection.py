@@ -36,7 +36,7 @@ from benchmarks.lib.servers import WINDOW, Call, Running, Server
 from service.core import bundle
 from service.core.encode import Encoder, Window
 from service.core.packing import pack
-from service.core.session import CPU, Session, SessionOptions
+from service.core.session import CPU, Session, SessionOptions, keep_freed_memory
 from service.settings import usable_cores
 
 LENGTHS = (5, 25, 50, 256)  # tokens
@@ -72,6 +72,7 @@ def main() -> None:
     parser.add_argument("--serve-bare", type=int, metavar="PORT", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve_bare:
+        keep_freed_memory()
         session = BareSession(bundle.load(options.bundle))
         HTTPServer(("127.0.0.1", options.serve_bare), make_handler(session)).serve_forever()
     described = machine.describe()

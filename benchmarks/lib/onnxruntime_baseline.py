@@ -23,6 +23,7 @@ from benchmarks.lib.servers import WINDOW, Call, Server
 from export.verify import RunGraph, graph_runner
 from service.core import bundle
 from service.core.encode import Encoder, Encoding
+from service.core.session import keep_freed_memory
 from service.engines.engine import STRIDE
 from service.settings import usable_cores
 
@@ -75,6 +76,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     options = parser.parse_args()
     full = bundle.load(options.bundle)
+    keep_freed_memory()
     items = encode(full, options.task, json.loads(options.texts.read_text()))
     session = Bare(full, options.precision, items, options.trial_seconds)
     print(session.layout, session.trials, flush=True)

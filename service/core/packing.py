@@ -92,6 +92,9 @@ def make_layout(lengths: Iterable[int], hidden: Iterable[int] | None = None) -> 
         raise ValueError(
             f"a batch needs sequences of at least one token, got lengths {sizes.tolist()}"
         )
+    if sizes.size == 1:  # the most frequent layout of a service with one client
+        pack = np.arange(sizes[0])
+        return Layout(sizes, attended, pack[None], pack, np.array([0, sizes[0]], np.int32))
     cu_seqlens = np.concatenate([[0], np.cumsum(sizes)])
     columns = np.arange(sizes.max())
     real = columns < sizes[:, None]  # [B, S]

@@ -45,6 +45,12 @@ CUDA = "CUDAExecutionProvider"
 # graphs sums in fp32 in its strict mode only. Otherwise, large sums give a wrong norm without an error.
 CUDA_OPTIONS = {"use_tf32": "0", "enable_skip_layer_norm_strict_mode": "1"}
 FLOAT = "tensor(float)"  # float32, as the runtime calls it
+# Parameters of the C library's `mallopt`, from its header malloc.h.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+LARGEST_MMAP_THRESHOLD = (
+    32 << 20
+)  # bytes that it accepts; larger buffers are always returned to the system
+KEPT_BYTES = 64 << 20  # of a thread, at most
 ERRORS = 3  # severity: the runtime logs to stderr, in lines of its own format
 RUNTIME = f"onnxruntime {ort.__version__}"
 # An ONNX model, serialized: y = exp(x @ x), float32 [1, 1]. It runs a kernel of cuBLAS and one of the runtime.
@@ -381,6 +387,18 @@ def open_graph(graph: Path | bytes, provider: str, options: SessionOptions) -> A
             f"{provider} was asked for, but the session runs on {session.get_providers()[0]}"
         )
     return session
+
+
+def keep_freed_memory() -> None:
+    """Let the C library of this process keep the memory that a run frees for the next run, until `trim` is called.
+
+    By default it returns large buffers to the system. The next run then gets new pages, which the system clears: 1,600
+    pages in a run of MiniLM on 256 tokens, a fourteenth of its time.
+    """
+    with suppress(AttributeError):  # only glibc has it
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD)
+        mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 def trim() -> None:

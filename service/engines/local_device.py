@@ -25,6 +25,7 @@ from service.core.session import (
     Session,
     SessionOptions,
     find_provider,
+    keep_freed_memory,
     open_session,
     unused_gpu,
 )
@@ -383,6 +384,8 @@ class LocalDevice:
 async def open_device(settings: Settings, metrics: Metrics) -> AsyncIterator[LocalDevice]:
     """Open a device without bundles; drain it on exit. Raises ProviderError when the provider is not available."""
     on_cpu = find_provider(settings.provider) == CPU
+    if on_cpu:
+        keep_freed_memory()
     slots = settings.slots(on_cpu, usable_cores(), len(settings.bundles))
     device = LocalDevice(settings, slots, metrics, on_cpu)
     await device.batcher.start()

@@ -2,7 +2,11 @@
 
 import ctypes
 import json
+import os
+import platform
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -588,6 +592,36 @@ def test_only_cuda_is_fed_its_layout(packed: Packed) -> None:
     np.testing.assert_array_equal(packed.layout.token_offset(8), fed)
     assert 0 == fed.shape[1] % 8 < packed.layout.longest % 8
     assert "token_offset" not in packed_feeds(packed, {"input_ids", "unpack", "pack"})
+
+
+REUSE = """
+import resource, sys
+import numpy as np
+from service.core.session import keep_freed_memory
+
+def pages():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    buffers = [np.ones(1 << 20, np.uint8) for _ in range(40)]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+print([pages() for _ in range(5)][-1])
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")
+def test_freed_memory_is_reused_without_new_pages() -> None:
+    """40 MiB in buffers of 1 MiB are 10,240 pages; the process keeps them only after it has asked for that."""
+
+    def new_pages(how: str) -> int:
+        command = [sys.executable, "-c", REUSE, how]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        return int(run.stdout)
+
+    assert new_pages("default") > 5000
+    assert new_pages("keep") < 500
 
 
 def test_concurrent_runs(opened: Bundle, packed: Packed) -> None:
