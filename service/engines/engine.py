@@ -412,14 +412,14 @@ class Engine:
             "provider": on.provider,
             "provider_note": on.provider_note,
             "runtime": on.runtime,
-            "memory": memory.model_dump() if memory else None,
+            "memory": memory.model_dump(mode="json") if memory else None,
             "sha256": self.sha256,
             "embedding_space": manifest.embedding_space,
             "metrics": manifest.metrics,
             "weights_license": manifest.weights_license,
             "commercial_use": manifest.provenance.commercial_use,
             "commercial_use_by_head": manifest.provenance.commercial_use_by_head(manifest.heads),
-            "datasets": [data.model_dump() for data in manifest.provenance.datasets],
+            "datasets": [data.model_dump(mode="json") for data in manifest.provenance.datasets],
         }
 
     def _describe_head(self, head: Head) -> dict[str, object]:
@@ -432,8 +432,8 @@ class Engine:
 def _describe_head(head: Head) -> dict[str, object]:
     """Return a head's fields. Embedding heads have more, but not their ranges, which are long."""
     if head.task != "embedding":
-        return head.model_dump(exclude_none=True, exclude={*FORMAT_4_FIELDS})
-    described = head.model_dump(exclude_none=True, exclude={"quantization_ranges"})
+        return head.model_dump(mode="json", exclude_none=True, exclude={*FORMAT_4_FIELDS})
+    described = head.model_dump(mode="json", exclude_none=True, exclude={"quantization_ranges"})
     return {**described, "prompts": head.named_prompts, "output_dtypes": head.output_dtypes}
 
 

@@ -18,6 +18,8 @@ import pytest
 import pytest_asyncio
 from numpy.typing import NDArray
 
+from service.api.engine_call import json_response
+from service.api.schemas import ModelsResponse
 from service.core import bundle, decode
 from service.core.bundle import FORMAT_4_FIELDS, FORMAT_5_FIELDS, Manifest
 from service.core.encode import Cut, Encoded, Encoder, Encoding, parse_tokenizer
@@ -159,6 +161,26 @@ async def test_bundle_of_every_released_format(
     assert version == engines.get(None).manifest.format_version
     for task, reply in zip(tasks, older, strict=True):
         assert alike((await tiny.answer(task, ticket())).results, reply.results)
+
+
+async def test_the_description_has_the_memory_of_the_graph_that_runs(
+    tiny_bundle: Path, tmp_path: Path
+) -> None:
+    """`GET /models` can show it as JSON, which has only strings as keys."""
+    folder = tmp_path / "stated"
+    shutil.copytree(tiny_bundle, folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["format_version"] = NEWEST
+    for graph in manifest["graphs"]:
+        graph["memory"] = {"opened": 5, "batches": {"128": 7, "1024": 9}}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    async with open_local_engines(
+        Metrics(), Settings(bundles=(folder,), provider="cpu", threads=1)
+    ) as engines:
+        response = json_response({"models": [engine.describe() for engine in engines.all()]})
+    (model,) = ModelsResponse.model_validate_json(response.body).models
+    assert model.memory is not None
+    assert model.memory.model_dump() == manifest["graphs"][0]["memory"]
 
 
 async def test_calibrated_without_a_temperature(tiny: Engine) -> None:
