@@ -68,7 +68,7 @@ ADVICE = {
         "export the bundle again",
     ),
     "overloaded": (
-        "the queue is full, or the answer would miss the deadline",
+        "the queue is full, the answer would miss the deadline, or request bodies take too much memory",
         "retry after `Retry-After` seconds",
     ),
     "rate_limited": (
