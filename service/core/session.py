@@ -45,11 +45,10 @@ CUDA = "CUDAExecutionProvider"
 # graphs sums in fp32 in its strict mode only. Otherwise, large sums give a wrong norm without an error.
 CUDA_OPTIONS = {"use_tf32": "0", "enable_skip_layer_norm_strict_mode": "1"}
 FLOAT = "tensor(float)"  # float32, as the runtime calls it
-# Parameters of the C library's `mallopt`, from its header malloc.h.
+# Parameters of the C library's `mallopt`, from its header malloc.h. It accepts a threshold of 32 MiB at most, so larger
+# buffers are always returned to the system.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-LARGEST_MMAP_THRESHOLD = (
-    32 << 20
-)  # bytes that it accepts; larger buffers are always returned to the system
+LARGEST_MMAP_THRESHOLD = 32 << 20  # bytes
 KEPT_BYTES = 64 << 20  # of a thread, at most
 ERRORS = 3  # severity: the runtime logs to stderr, in lines of its own format
 RUNTIME = f"onnxruntime {ort.__version__}"
