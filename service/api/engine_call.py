@@ -268,9 +268,9 @@ def reserve_memory(request: HttpRequest) -> Callable[[int], None]:
 
     They count for the API key of the request or, without keys, for the client's address.
     """
-    service, context = service_of(request), context_of(request.scope)
-    tenant = context.tenant or service.address_of(request.scope)
-    reservation = MemoryReservation(service.body_memory, tenant)
+    context = context_of(request.scope)
+    budget = service_of(request).body_memory
+    reservation = MemoryReservation(budget, context.tenant or context.client)
     context.on_finish.append(lambda _: reservation.release())
     return reservation.take
 

@@ -24,6 +24,7 @@ class RequestContext:
 
     headers: the first value of each header, by its name in lower case
     trace_id: the trace that the client sent, or that began with this request; or empty
+    client: the address of the client, as far as trusted proxies report it
     on_submit: called when the request's texts go to the device
     on_finish: each function is called with this context when the request is over
     characters: of the request's texts, once they are known
@@ -42,6 +43,7 @@ class RequestContext:
     arrival: float
     headers: Mapping[str, str] = field(default_factory=dict)
     trace_id: str = ""
+    client: str = ""
     tenant: str = ""
     priority: int = 0
     on_submit: Callable[[], object] | None = None

@@ -113,6 +113,7 @@ class RequestLifecycle:
             path = scope["path"]
             scope["path"], context.error_form = self._paths.resolve(scope["method"], path)
         try:
+            context.client = self._client_of(scope)
             for check in self._checks:
                 check(scope, context)
         except QuartetError as error:
@@ -173,7 +174,7 @@ class RequestLifecycle:
             path=path if route == path else short(quote(path)),
             status=status,
             ms=round(1000 * seconds, 3),
-            client=self._client_of(scope),
+            client=context.client,
             tenant=context.tenant,
             model=context.model,
             inputs=context.inputs,

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from service.engines.registry import Engines
 from service.errors import Draining, InvalidInput, NotReady
 from service.middleware.body_memory import BODIES, MemoryBudget
-from service.middleware.client_address import ClientAddresses
 from service.observability.metrics import Recorder
 from service.settings import Settings
 
@@ -21,7 +20,6 @@ class Service:
 
     engines: set while they are open
     is_full: whether a new connection would be refused
-    address_of: returns the address of a request's client
     closing: what has to end before the engines close, once the process drains
     """
 
@@ -33,10 +31,8 @@ class Service:
     is_full: Callable[[], bool] = lambda: False
     closing: Awaitable[None] | None = None
     body_memory: MemoryBudget = field(init=False)
-    address_of: ClientAddresses = field(init=False)
 
     def __post_init__(self) -> None:
-        self.address_of = ClientAddresses(self.settings.forwarded_allow_ips)
         self.body_memory = MemoryBudget(BODIES * self.settings.max_body_bytes)
 
     def open_engines(self) -> Engines:
