@@ -44,13 +44,13 @@ train: $(VENV)/.test ## Train a head on DATA and write bundles/NAME (TASK=classi
 
 setup: $(VENV)/.test ## Install the requirements of training, export and tests
 
-test: check ## Run make check, then every test that is not slow (about twelve minutes of two cores; ARGS="-k ..." for some)
-	@echo "Running the tests that are not slow"
-	@OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not slow" $(TEST_OPTIONS)
+test: check ## Run make check, then every test that is neither slow nor exclusive (eight minutes; ARGS="-k ..." for some)
+	@echo "Running the tests that are neither slow nor exclusive"
+	@OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not slow and not exclusive" $(TEST_OPTIONS)
 
-test-all: client-environments ## Run the slow tests; with make test, all that CI runs outside of containers (ARGS="-k ..." for some)
-	@echo "Running the slow tests"
-	@OMP_NUM_THREADS=1 $(RUN) -m pytest -m slow $(TEST_OPTIONS)
+test-all: client-environments ## Run the slow and the exclusive tests: with make test, all that CI runs (ARGS="-k ..." for some)
+	@echo "Running the slow and the exclusive tests"
+	@OMP_NUM_THREADS=1 $(RUN) -m pytest -m "slow or exclusive" $(TEST_OPTIONS)
 
 clients: client-environments ## Call the service with unmodified clients of other servers; print each call and its result
 	@$(RUN) -m tests.e2e.client_calls

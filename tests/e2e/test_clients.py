@@ -21,6 +21,7 @@ from tests.e2e.proxy import first_unready
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.slow,
     # cohere calls what pydantic will remove.
     pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecationWarning"),
 ]

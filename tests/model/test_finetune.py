@@ -302,6 +302,7 @@ def test_a_resumed_run_is_an_uninterrupted_run(
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "status", "saved"),
     [(signal.SIGINT, 130, 5), (signal.SIGTERM, 143, 5), (signal.SIGKILL, -signal.SIGKILL, 3)],

@@ -139,7 +139,8 @@ def test_revisions(server: Hub, saved: Path, tmp_path: Path) -> None:
     assert nothing.startswith("error: no/thing is no local directory")
 
 
-@pytest.mark.parametrize("flag", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("flag", [True, False])
 def test_commit_in_the_manifest(flag: bool, server: Hub, saved: Path, tmp_path: Path) -> None:
     """A bundle says which commit of which repository it was made from."""
     commit = server.publish(NAME, saved, "v2")

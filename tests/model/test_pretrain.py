@@ -273,6 +273,7 @@ def test_report(
     assert [] == [text for text in (*shown, *steps, "data:image/png;base64,") if text not in page]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
 )

@@ -14,7 +14,7 @@ from tests import samples
 from tests.conftest import chosen, run_export
 from tests.e2e.conftest import Server, serving
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 FIRST, *OTHERS = ("bert", "roberta", "xlm-roberta")  # one of each kind of tokenizer
 

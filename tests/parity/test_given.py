@@ -233,6 +233,7 @@ def test_models_say_how_they_are_computed(server: Server) -> None:
     assert {"fp32"} == {model["precision"] for model in said.values()}
 
 
+@pytest.mark.slow
 def test_the_real_minilm(minilm_folder: Path, tmp_path: Path) -> None:
     """Its graph, pooled as `modules.json` says, gives the vectors of sentence-transformers, padded."""
     peer = pytest.importorskip("sentence_transformers").SentenceTransformer(

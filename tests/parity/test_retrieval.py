@@ -21,7 +21,7 @@ from export.__main__ import main as export
 from tests import hub, samples
 from tests.e2e.conftest import Server, serving
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 TEXTS = [samples.text(words, seed=words) for words in (1, 3, 9, 20, 50, 300)]
 CALIBRATION = [samples.text(words, seed=100 + words) for words in range(2, 40)]

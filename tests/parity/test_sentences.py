@@ -14,7 +14,7 @@ from tests import hub, samples
 from tests.conftest import chosen
 from tests.e2e.conftest import Server, serving
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 TOLERANCE = {"rtol": 0.0, "atol": 1e-4}
 TEXTS = [samples.text(words, seed=words) for words in (1, 3, 9, 20, 50, 200)]
