@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPResponse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple
 
@@ -40,15 +40,17 @@ class Handler(BaseHTTPRequestHandler):
     server: Proxy
 
     def do_GET(self) -> None:
-        self.pass_on(self.server.ready)
+        self.answer(*self.ask(self.server.ready))
 
     def do_POST(self) -> None:
         at = time.monotonic()
-        status = self.pass_on(self.server.ready if self.server.posts else self.server.unready)
-        self.server.posts.append(Post(at, status))
+        posts = self.server.posts
+        reply, content = self.ask(self.server.ready if posts else self.server.unready)
+        posts.append(Post(at, reply.status))  # before the client can act on the answer
+        self.answer(reply, content)
 
-    def pass_on(self, service: Server) -> int:
-        """Send the request to a service, and its answer to the client; returns the status."""
+    def ask(self, service: Server) -> tuple[HTTPResponse, bytes]:
+        """Send the request to a service; return its answer and the body of it."""
         body = self.rfile.read(int(self.headers.get("Content-Length", 0))) or None
         own = {
             key: value for key, value in self.headers.items() if key.lower() not in NOT_PASSED_ON
@@ -56,7 +58,10 @@ class Handler(BaseHTTPRequestHandler):
         with closing(HTTPConnection("127.0.0.1", service.port, timeout=60)) as connection:
             connection.request(self.command, self.path, body, own)
             reply = connection.getresponse()
-            content = reply.read()
+            return reply, reply.read()
+
+    def answer(self, reply: HTTPResponse, content: bytes) -> None:
+        """Send a service's answer to the client."""
         self.send_response(reply.status)
         for key, value in reply.headers.items():
             if key.lower() not in NOT_PASSED_ON:
@@ -64,7 +69,6 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
-        return reply.status
 
     def log_message(self, *_: object) -> None:
         pass
