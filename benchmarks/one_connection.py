@@ -90,8 +90,7 @@ def main() -> None:
         "run": run,
         "machine": described,
         "env": env,
-        "bare": found["bare"],
-        "requests": {name: found[name] for name in PRECISIONS},
+        "one_connection": found,
         "checks": [check.as_json() for check in checks],
     }
     print(json.dumps(results))

@@ -200,14 +200,13 @@ class Engine:
         collector = ResultCollector(
             encoded, entries, errors, ticket.isolate_errors, plan.decode, on_result
         )
+        most = INLINE_TOKENS if plan.decodes_inline else 0
         if on_result is None:
             outcomes = await self._device.submit(entries)
             waited_s = time.monotonic() - submitted
             decode_all = partial(collector.add_all, entries, outcomes)
-            most = INLINE_TOKENS if plan.decodes_inline else 0
             await self.run(decode_all, usage.tokens, ticket, most)
         else:
-            most = INLINE_TOKENS if plan.decodes_inline else 0
             outcomes = await self._stream(entries, collector, ticket, most)
             waited_s = time.monotonic() - submitted - collector.decode_s
         timing = _timing(outcomes, encode_s, waited_s, collector.decode_s)
