@@ -12,7 +12,7 @@ KEPT_BYTES = 1 << 20  # largest total size of the lines that wait
 ATOMIC_BYTES = (
     select.PIPE_BUF
 )  # largest size of one write, so that lines of several processes do not mix in a pipe
-GATHER_S = 0.005  # time in which lines are collected for one write, under load
+GATHER_S = 0.05  # time in which lines are collected for one write; each write wakes this thread
 CLOSE_S = 1.0
 
 
