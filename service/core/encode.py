@@ -126,10 +126,14 @@ class _Frame:
         return sum(len(part) for part in self.ids)
 
     @cached_property
-    def all_type(self) -> int | None:
-        """The type of every token, special tokens included, if all have the same one; None otherwise."""
-        types = {*self.text_types, *np.concatenate(self.types).tolist()}
-        return types.pop() if len(types) == 1 else None
+    def parts(self) -> tuple[list[int], ...]:
+        """The special tokens as lists, which are faster to join with a text's tokens than arrays."""
+        return tuple(part.tolist() for part in self.ids)
+
+    @cached_property
+    def has_types(self) -> bool:
+        """Whether a token of a text or a special token has another type than 0."""
+        return any(self.text_types) or any(part.any() for part in self.types)
 
 
 def _frame(tokenizer: tokenizers.Tokenizer, text: str, pair: str | None = None) -> _Frame:
@@ -494,12 +498,13 @@ def _longest_first(first: int, second: int, capacity: int) -> tuple[int, int]:
 
 def _frame_ids(frame: _Frame, *texts: list[int]) -> Window:
     """Frame the token ids of one text or a pair with the template's special tokens."""
-    parts = [frame.ids[0].tolist()]
-    for ids, after in zip(texts, frame.ids[1:], strict=True):
-        parts += [ids, after.tolist()]
-    framed = np.array([*itertools.chain.from_iterable(parts)], np.int64)
-    if frame.all_type is not None:
-        return Window(framed, np.full(len(framed), frame.all_type, np.int64))
+    together = [*frame.parts[0]]
+    for ids, special in zip(texts, frame.parts[1:], strict=True):
+        together += ids
+        together += special
+    framed = np.array(together, np.int64)
+    if not frame.has_types:
+        return Window(framed, np.zeros(len(framed), np.int64))
     types = [frame.types[0]]
     for ids, text_type, after in zip(texts, frame.text_types, frame.types[1:], strict=True):
         types += [np.full(len(ids), text_type, np.int64), after]
