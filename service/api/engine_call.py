@@ -238,39 +238,39 @@ def open_call(request: HttpRequest, schema: type[R], body: object, deadline: flo
 
 async def receive_json(request: HttpRequest, deadline: float = math.inf) -> object:
     """Read a request's body within the limits of the service. Raises the errors of `read_json`."""
-    settings = service_of(request).settings
+    service, context = service_of(request), context_of(request.scope)
+    settings = service.settings
     return await read_json(
-        context_of(request.scope).headers,
+        context.headers,
         request.receive,
         max_bytes=settings.max_body_bytes,
         max_parts=most_parts(settings.max_inputs_per_request),
         timeout_s=settings.body_timeout_s,
         deadline=deadline,
-        take=reserve_memory(request),
+        take=reserve_memory(service, context),
     )
 
 
 async def receive_body(request: HttpRequest, deadline: float = math.inf) -> bytes:
     """Read a request's body of any type within the limits of the service. Raises the errors of `read_body`."""
-    settings = service_of(request).settings
+    service, context = service_of(request), context_of(request.scope)
+    settings = service.settings
     return await read_body(
-        context_of(request.scope).headers,
+        context.headers,
         request.receive,
         max_bytes=settings.max_body_bytes,
         timeout_s=settings.body_timeout_s,
         deadline=deadline,
-        take=reserve_memory(request),
+        take=reserve_memory(service, context),
     )
 
 
-def reserve_memory(request: HttpRequest) -> Callable[[int], None]:
+def reserve_memory(service: Service, context: RequestContext) -> Callable[[int], None]:
     """Return a function that reserves bytes for the body until the request is finished.
 
     They count for the API key of the request or, without keys, for the client's address.
     """
-    context = context_of(request.scope)
-    budget = service_of(request).body_memory
-    reservation = MemoryReservation(budget, context.tenant or context.client)
+    reservation = MemoryReservation(service.body_memory, context.tenant or context.client)
     context.on_finish.append(lambda _: reservation.release())
     return reservation.take
 
@@ -281,10 +281,9 @@ def json_response(content: object, headers: Mapping[str, str] | None = None) -> 
 
 
 def service_of(request: HttpRequest) -> Service:
-    service = request.app.state.service
-    assert isinstance(service, Service), "our bug: the app was not made by create_app"
+    service: Service = request.scope["app"].state.service
     return service
 
 
 def server_timing(**seconds: float) -> str:
-    return ", ".join(f"{name};dur={1000 * value:.3f}" for name, value in seconds.items())
+    return ", ".join([f"{name};dur={1000 * value:.3f}" for name, value in seconds.items()])

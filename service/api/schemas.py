@@ -378,7 +378,8 @@ def parse(schema: type[R], body: object, max_inputs: int) -> R:
     """Check the sizes of a parsed body and validate it. Raises TooLarge or an InvalidInput that names every fault."""
     if isinstance(body, dict):
         for name in LISTS:
-            refuse_many(name, body.get(name), max_inputs)
+            if name in body:
+                refuse_many(name, body[name], max_inputs)
     valid = validate(schema, body)
     if valid.runs > max_inputs:
         raise TooLarge(f"the model would read {valid.runs} texts; a request may have {max_inputs}")

@@ -301,7 +301,8 @@ class Engine:
         errors: Errors = {}
         tokens, characters = 0, sum(sizes)
 
-        def add(own: Sequence[C | None], reasons: Mapping[int, str]) -> None:
+        # The annotations are quoted, because Python would compute them for each request.
+        def add(own: "Sequence[C | None]", reasons: "Mapping[int, str]") -> None:
             nonlocal tokens
             encoded.extend(own)
             for index, reason in reasons.items():

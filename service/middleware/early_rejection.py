@@ -49,9 +49,10 @@ class SizeAverage:
 
     def expect(self, body: BodySize) -> int:
         """Return the average of the largest known size class that is not larger; 0 if there is none."""
-        bits = body.size.bit_length()
-        known = [key for key in self._known if key[0] == body.compressed and key[1] <= bits]
-        return round(self._known[max(known)]) if known else 0
+        for bits in range(body.size.bit_length(), -1, -1):
+            if (known := self._known.get((body.compressed, bits))) is not None:
+                return round(known)
+        return 0
 
     def learn(self, body: BodySize, number: int) -> None:
         if body.size and number:

@@ -45,7 +45,7 @@ from service.api.schemas import most_parts, validate
 from service.engines.commands import LoadModel, UnloadModel
 from service.errors import InvalidInput, QuartetError, TooLarge
 from service.middleware.refusals import log_internal_error
-from service.middleware.request_context import CONTEXT, RequestContext
+from service.middleware.request_context import CONTEXT, RequestContext, context_of
 from service.middleware.request_lifecycle import RequestLifecycle
 from service.middleware.service_state import TIMEOUT_HEADER
 from service.observability.logs import NAMES, log_bug
@@ -114,9 +114,10 @@ async def model_metadata(request: HttpRequest, asked: Any) -> Any:
 
 
 async def infer(request: HttpRequest, asked: Any) -> Any:
-    service_of(request).open_engines()
-    reserve_memory(request)(asked.ByteSize())
-    most = service_of(request).settings.max_inputs_per_request
+    service = service_of(request)
+    service.open_engines()
+    reserve_memory(service, context_of(request.scope))(asked.ByteSize())
+    most = service.settings.max_inputs_per_request
     body = add_fields(
         to_body(asked, most), {"model": served_name(asked.model_name, asked.model_version)}
     )
