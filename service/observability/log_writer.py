@@ -3,7 +3,6 @@
 import os
 import select
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from itertools import accumulate
@@ -12,7 +11,7 @@ KEPT_BYTES = 1 << 20  # largest total size of the lines that wait
 ATOMIC_BYTES = (
     select.PIPE_BUF
 )  # largest size of one write, so that lines of several processes do not mix in a pipe
-GATHER_S = 0.05  # time in which lines are collected for one write; each write wakes this thread
+GATHER_S = 0.05  # time after a write in which lines are collected for the next, because each wake-up costs a request
 CLOSE_S = 1.0
 
 
@@ -64,10 +63,10 @@ class LogWriter:
                 self._idle = True
                 self._changed.wait_for(lambda: self._lines)
                 self._idle = False
-            if not self._closing:
-                time.sleep(GATHER_S)
             while lines := self._take():
                 self._write(lines)
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing, GATHER_S)
 
     def _take(self) -> list[bytes]:
         """Return the next lines that fit into one write, at least one if there is any."""

@@ -144,7 +144,7 @@ def test_keys_change_while_the_service_runs(
 
         path.write_text("[keys.new")
         until(lambda: any("cannot read API keys" in line for line in server.log), 5)
-        assert any("keys.toml: " in line for line in server.log if "cannot read" in line)
+        until(lambda: any("keys.toml: " in line for line in server.log if "cannot read" in line), 5)
         assert {200} == statuses(new)
 
         path.write_text(record("old", old))

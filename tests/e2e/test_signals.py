@@ -219,6 +219,7 @@ def test_orphans_are_reaped(tiny_bundle: Path, workers: str) -> None:
             (before,) = children(server)["inference"]
             os.kill(before, signal.SIGKILL)
             until(lambda: children(server)["inference"] not in ([], [before]))
+            until(lambda: any("inference process ended" in line for line in server.log))
             status = next(line for line in server.log if "inference process ended" in line)
             assert '"status": -9' in status or '"status":-9' in status
 

@@ -1,6 +1,7 @@
 """The first SIGINT or SIGTERM is recorded; the second one has its usual effect."""
 
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -21,6 +22,15 @@ def test_the_first_signal_is_recorded(
     assert "another signal stops at once" in capfd.readouterr().err
 
 
+@pytest.fixture
+def interrupting() -> Iterator[None]:
+    """SIGINT interrupts, also where a shell started the tests in the background and made them ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupting")
 def test_the_second_signal_interrupts() -> None:
     with StopSignals():
         signal.raise_signal(signal.SIGTERM)

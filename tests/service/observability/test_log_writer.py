@@ -58,6 +58,19 @@ def test_lines_are_written_in_order(pipe: Pipe) -> None:
     assert (0, []) == (pipe.writer.lost, pipe.reports)
 
 
+def test_a_line_after_a_pause_is_written_at_once(
+    pipe: Pipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lines after it are collected, and the end of the process writes them without a wait."""
+    monkeypatch.setattr(log_writer, "GATHER_S", 60.0)
+    pipe.writer.write("first\n")
+    assert "first\n" == pipe.read()
+    pipe.writer.write("second\n")
+    pipe.writer.write("third\n")
+    pipe.writer.close(10)
+    assert "second\nthird\n" == pipe.read()
+
+
 def test_a_write_has_whole_lines_that_a_pipe_keeps_together(
     pipe: Pipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
