@@ -44,7 +44,7 @@ train: $(VENV)/.test ## Train a head on DATA and write bundles/NAME (TASK=classi
 
 setup: $(VENV)/.test ## Install the requirements of training, export and tests
 
-test: check ## Run make check, then every test that is neither slow nor exclusive (ten minutes; ARGS="-k ..." for some)
+test: check ## Run make check, then every test that is neither slow nor exclusive (eight minutes; ARGS="-k ..." for some)
 	@echo "Running the tests that are neither slow nor exclusive"
 	@OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not slow and not exclusive" $(TEST_OPTIONS)
 

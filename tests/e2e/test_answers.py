@@ -33,6 +33,7 @@ def test_64_at_once_get_what_each_gets_alone(tiny_bundle: Path, precision: str) 
     assert max(sizes) > 1
 
 
+@pytest.mark.slow
 def test_embed_equals_sentence_transformers(minilm_folder: Path, minilm_bundle: Path) -> None:
     """MiniLM's vectors equal sentence-transformers' vectors, which truncates at the same token."""
     reference = pytest.importorskip("sentence_transformers").SentenceTransformer(

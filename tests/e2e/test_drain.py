@@ -19,7 +19,7 @@ import pytest
 from tests.e2e.calls import Call, embed_calls, same_answer
 from tests.e2e.conftest import Server, children, serving, until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 # Half of them in the dialects of other servers.
 CALLS = embed_calls(["Ada drew a comet."] * 10)

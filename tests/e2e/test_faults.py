@@ -16,7 +16,7 @@ from tests import samples
 from tests.e2e.calls import embed_calls, same_answer
 from tests.e2e.conftest import Reply, Server, queued, serving, start, until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 LONG = samples.text(2000, seed=1)
 JSON = {"Content-Type": "application/json"}

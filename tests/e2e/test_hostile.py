@@ -26,7 +26,7 @@ from service.keys import make_key
 from tests import hostile, samples
 from tests.e2e.conftest import Reply, Server, children, serving, until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 CLIENTS = 4
 GOOD = {"inputs": samples.text(12, seed=5), "encoding_format": "base64"}

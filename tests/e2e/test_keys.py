@@ -15,7 +15,7 @@ from service.keys import make_key, record
 from tests.e2e.conftest import Server, serving, until
 from tests.e2e.test_processes import children
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 KEY, PLAIN = make_key(), make_key()
 HEAD = "POST /embed HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n{}\r\n"

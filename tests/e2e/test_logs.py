@@ -17,7 +17,7 @@ import pytest
 from tests import samples
 from tests.e2e.conftest import START_S, URL, Server, children, kill_inference, until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 LONG_ID = {"X-Request-Id": "x" * 128}  # makes a log line longer
 LINES = 3000  # of more bytes than a pipe and the writer keep

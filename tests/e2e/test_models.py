@@ -25,7 +25,7 @@ from tests.e2e.conftest import Reply, Server, serving, until
 from tests.e2e.test_processes import children, readiness
 from tests.versions import answer_goldens, read_manifest, restate, save_version
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 TEXT = "Ada drew a comet near the harbour."
 

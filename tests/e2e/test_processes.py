@@ -20,7 +20,7 @@ import pytest
 from tests import samples
 from tests.e2e.conftest import Server, children, kill_inference, queued, serving, start, until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 def readiness(server: Server) -> int:

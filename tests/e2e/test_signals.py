@@ -18,7 +18,7 @@ from tests.e2e.conftest import Server, children, read_log, serving, start, until
 from tests.e2e.test_drain import CALLS, HALF, body_of, half_sent, readiness
 from tests.e2e.test_processes import alive
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 WORKERS = pytest.mark.parametrize("workers", ["0", "2"])
 STOPS = [

@@ -18,7 +18,7 @@ service_pb2 = pytest.importorskip(
     reason="the otel extra is not installed",
 )
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TEXT = "a confidential text"

@@ -48,7 +48,14 @@ class Served:
         return float(np.max([np.abs(a[name] - b[name]).max() for a, b in pairs for name in a]))
 
 
-@pytest.fixture(scope="module", params=SERVED, ids=[f"{b} {p}" for b, p in SERVED])
+SLOW = {"minilm_bundle": pytest.mark.slow}  # it is exported first
+PARAMS = [
+    pytest.param(pair, id=" ".join(pair), marks=[SLOW[pair[0]]] if pair[0] in SLOW else [])
+    for pair in SERVED
+]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
 def served(request: pytest.FixtureRequest, sentences: list[str]) -> Served:
     name, precision = request.param
     opened = bundle.load(request.getfixturevalue(name))
