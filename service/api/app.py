@@ -13,6 +13,7 @@ import structlog
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route as PlainRoute
@@ -111,7 +112,7 @@ def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder)
         paths=Paths(settings.root_dialect),
         trusted=settings.forwarded_allow_ips,
     )
-    app = FastAPI(
+    app = Application(
         title="Quartet",
         version=__version__,
         description=DESCRIPTION,
@@ -139,6 +140,20 @@ def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder)
     error_models = {dialect.tag: dialect.error_model for dialect in DIALECTS}
     app.openapi = cache(partial(openapi.document, app, error_models))  # type: ignore[method-assign]
     return app
+
+
+class Application(FastAPI):
+    """FastAPI without its own layers around the router, which take time of each request.
+
+    They answer unexpected exceptions, trace, limit bodies and close uploaded files. `LifecycleMiddleware` and the server
+    do this for all routes, and no route has uploads.
+    """
+
+    def build_middleware_stack(self) -> ASGIApp:
+        app: ASGIApp = ExceptionMiddleware(self.router, handlers=self.exception_handlers)
+        for layer in reversed(self.user_middleware):
+            app = layer.cls(app, *layer.args, **layer.kwargs)
+        return app
 
 
 @asynccontextmanager
@@ -247,11 +262,9 @@ class DocumentPage:
 def add_pages(app: FastAPI) -> None:
     pages = Pages(directory=PAGES, packages=[SWAGGER_UI])
 
-    def add_page(path: str, file: str) -> None:
-        @app.get(path, include_in_schema=False)
-        async def show(request: Request) -> Response:
-            return await pages.get_response(file, request.scope)
+    async def show(file: str, request: Request) -> Response:
+        return await pages.get_response(file, request.scope)
 
-    add_page("/", "index.html")
-    add_page(DOCS, "docs.html")
+    app.add_route("/", partial(show, "index.html"), include_in_schema=False)
+    app.add_route(DOCS, partial(show, "docs.html"), include_in_schema=False)
     app.mount("/static", pages, name="static")
