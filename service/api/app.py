@@ -133,10 +133,10 @@ def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder)
     app.add_middleware(BriefFailure)
     app.add_exception_handler(QuartetError, answer_error)
     app.add_exception_handler(HTTPException, answer_http_error)
-    # `include_router` would match and wrap the routes twice.
-    app.router.routes.extend([RouteIndex(served), *served])
+    app.router.routes.extend(served)  # `include_router` would match and wrap the routes twice
     add_pages(app)
     app.add_route("/openapi.json", DocumentPage(app).answer, include_in_schema=False)
+    app.router.routes.insert(0, RouteIndex(app.router.routes))
     error_models = {dialect.tag: dialect.error_model for dialect in DIALECTS}
     app.openapi = cache(partial(openapi.document, app, error_models))  # type: ignore[method-assign]
     return app

@@ -1,4 +1,4 @@
-"""The index of routes by the first segment of their path."""
+"""The index of routes by their path, or by its first segment."""
 
 from starlette.requests import Request
 from starlette.responses import Response
