@@ -165,7 +165,7 @@ class Attackers:
 
     def refusals(self) -> AsyncIterator[None]:
         """Send requests with long paths and wrong keys."""
-        path = "%ff" * 2600
+        path = "%ff" * 680
         wrong = f"GET /{path} HTTP/1.1\r\nHost: quartet\r\nAuthorization: Bearer x\r\n\r\n".encode()
         return self.stream("refusals", wrong, wrong)
 

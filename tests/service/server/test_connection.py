@@ -287,7 +287,8 @@ async def test_an_answer_is_one_piece(listen: Listen, monkeypatch: pytest.Monkey
     [
         HEAD + b"X: %s\r\n\r\n" % (b"a" * 70_000),
         HEAD + b"X: " + b"a" * 400_000,
-        b"GET /%s HTTP/1.1\r\n\r\n" % (b"a" * 8192),
+        b"GET /%s HTTP/1.1\r\n\r\n" % (b"%ff" * 700),
+        b"GET /?%s HTTP/1.1\r\n\r\n" % (b"a" * 8192),
         b"GET /" + b"a" * 400_000,
         HEAD + b"".join(b"X%d: a\r\n" % n for n in range(200)) + b"\r\n",
         CHUNKED + b"1\r\n[\r\n0\r\n" + b"X: a\r\n" * 20_000,
@@ -298,6 +299,7 @@ async def test_an_answer_is_one_piece(listen: Listen, monkeypatch: pytest.Monkey
         "header",
         "endless-header",
         "path",
+        "query",
         "endless-path",
         "many-headers",
         "behind-the-body",
@@ -327,6 +329,8 @@ async def test_a_head_of_nearly_the_limit_is_read(listen: Listen) -> None:
             await asyncio.sleep(0.01)
             client.send(large[40_000:])
             assert 200 == (await client.answer()).status
+        client.send(b"GET /health/live?%s HTTP/1.1\r\n\r\n" % (b"%ff" * 2700))
+        assert 200 == (await client.answer()).status
 
 
 async def test_what_stands_behind_a_body_is_read_past(listen: Listen) -> None:
