@@ -76,7 +76,7 @@ ADVICE = {
         "retry after `Retry-After` seconds",
     ),
     "headers_too_large": (
-        "more than 100 headers, more than 64 KiB of them, or a path longer than 8 KiB",
+        "more than 100 headers, more than 64 KiB of them, a path longer than 2 KiB, or a longer URL than 8 KiB",
         "send fewer headers",
     ),
     "internal": ("a fault in the service", "report it with `X-Request-Id`"),
