@@ -1150,12 +1150,12 @@ async def test_a_head_behind_requests_that_wait_may_come_later(
     engine.hold = asyncio.Event()
     async with (
         asyncio.timeout(30),
-        listen(header_timeout_s=0.2) as server,
+        listen(header_timeout_s=1.0) as server,
         server.client() as client,
     ):
         client.send(post() + post() + GET[:20])
         await engine.reached.wait()
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(1.5)
         engine.hold.set()
         assert [200, 200] == [(await client.answer()).status for _ in range(2)]
         client.send(GET[20:])
