@@ -1,6 +1,7 @@
 """An HTTP process, which sends its computations to the inference process."""
 
 import asyncio
+import os
 import socket
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -48,6 +49,9 @@ class Worker(Server):
         finally:
             for task in self.tasks:
                 task.cancel()
+
+    def main_process(self) -> int:
+        return os.getppid()
 
     async def report_serving(self, sockets: Sequence[socket.socket]) -> None:
         """Report to the main process first. From then on, the main process detects a hang."""

@@ -94,12 +94,16 @@ class Server(GracefulServer):
             self.service.closing = asyncio.create_task(self._grpc.stop(seconds))
         await super().shutdown(sockets)
 
+    def main_process(self) -> int:
+        """Return the id of the process that a signal to the service goes to."""
+        return os.getpid()
+
     async def report_serving(self, sockets: Sequence[socket.socket]) -> None:
         if sockets:
             urls = dict(zip(("url", "metrics"), map(url_of, sockets), strict=False))
             if self._grpc is not None:
                 urls["grpc"] = self._grpc.url
-            log.info("serving", **urls, pid=os.getpid())
+            log.info("serving", **urls, pid=self.main_process())
 
 
 def connection_table(settings: Settings) -> ConnectionTable:

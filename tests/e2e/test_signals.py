@@ -1,5 +1,6 @@
 """What each signal does to the service at its start, while it serves and while it drains, and which process ends."""
 
+import json
 import os
 import signal
 import socket
@@ -207,6 +208,13 @@ ORPHAN = '(sleep 0.2 & echo "orphan $!" >&2) ; exec "$@"'  # its parent ends bef
 
 
 @pytest.mark.slow
+@WORKERS
+def test_the_log_names_the_process_that_takes_signals(tiny_bundle: Path, workers: str) -> None:
+    with serving(tiny_bundle, "--http-workers", workers) as server:
+        line = next(json.loads(line) for line in server.log if '"event":"serving"' in line)
+        assert server.process.pid == line["pid"]
+
+
 @WORKERS
 def test_orphans_are_reaped(tiny_bundle: Path, workers: str) -> None:
     """A process that adopts orphans, as process 1 does, collects those that end, and none of its own is lost."""
