@@ -105,32 +105,38 @@ ADMIN: tuple[type[QuartetError], ...] = (
 
 EXAMPLES: dict[type[Request], Object] = {
     ClassifyRequest: {
-        "one text": {"inputs": "The lamp arrived broken, but its replacement came overnight."},
+        "one text": {"inputs": "The lamp arrived broken, and the shop never answered."},
         "several texts, best label each": {
-            "inputs": ["A quiet, generous film.", "Two hours that I want back."],
+            "inputs": ["A quiet, generous film.", "Two dull hours that I want back."],
             "top_k": 1,
         },
         "pairs of texts": {
-            "inputs": ["A boy mends a kite.", "The shop opens at nine."],
-            "text_pair": ["Someone repairs a toy.", "The shop is closed all morning."],
+            "inputs": ["The room was clean and quiet.", "The shower was cold."],
+            "text_pair": ["We slept wonderfully.", "The front desk never answered."],
         },
     },
     NerRequest: {
         "entities": {"inputs": "Ada Lovelace met Charles Babbage in London in 1833."},
         "every token": {
-            "inputs": "The ferry from Split reaches Hvar in an hour.",
+            "inputs": "The ferry from Piraeus reaches Naxos in an hour.",
             "aggregation_strategy": "none",
         },
     },
     QaRequest: {
         "one question": {
             "question": "When does the bakery open?",
-            "context": "The bakery on Mill Street opens at six and sells out by ten.",
+            "context": "The bakery opens at six o'clock, and the café next to it at nine.",
         },
         "several questions, or no answer": {
             "inputs": [
-                {"question": "Who keeps the bees?", "context": "Marta keeps bees on her roof."},
-                {"question": "What do they cost?", "context": "Marta keeps bees on her roof."},
+                {
+                    "question": "Who keeps bees on the roof?",
+                    "context": "Marta Silva keeps bees on the roof of the school.",
+                },
+                {
+                    "question": "How tall is the tower?",
+                    "context": "Marta Silva keeps bees on the roof of the school.",
+                },
             ],
             "handle_impossible_answer": True,
         },
@@ -201,7 +207,7 @@ EXAMPLES: dict[type[Request], Object] = {
         },
     },
     TokenizeRequest: {"one text": {"inputs": "A kiteflyer 🪁 smiles."}},
-    DetokenizeRequest: {"one list of ids": {"ids": [2, 57, 98, 3]}},
+    DetokenizeRequest: {"one list of ids": {"ids": [101, 1996, 7115, 3727, 2012, 11501, 102]}},
 }
 
 # Responses of the default bundle to EXAMPLES and to pages, by route: `python -m tests.examples` writes them.

@@ -3,7 +3,7 @@
 export const EXAMPLES = {
   classify: {
     "A happy guest": {
-      inputs: "We only stopped for coffee and stayed for three hours. The bread was still warm, and nobody hurried us out. I would drive back tomorrow.",
+      inputs: "We stopped for coffee at this small café and loved it. The bread was still warm, the staff were friendly, and I would happily drive back tomorrow.",
     },
     "A broken kettle": {
       inputs: "The kettle leaked on its second morning, and the shop now wants me to pay for the parcel back. I regret buying it.",
@@ -14,13 +14,13 @@ export const EXAMPLES = {
   },
   entities: {
     "A laboratory": {
-      inputs: "Marie Curie left Warsaw for Paris in 1891 and later taught at the Sorbonne. With Pierre Curie she shared the Nobel Prize, which the Swedish Academy of Sciences gave them in 1903.",
+      inputs: "Marie Curie left Warsaw for Paris in 1891 and taught there. With Pierre Curie she shared the Nobel Prize in 1903.",
     },
     "An engine": {
-      inputs: "Ada Lovelace met Charles Babbage in London in 1833. Her notes on his engine are kept today at Oxford, and the Science Museum shows a part of the machine.",
+      inputs: "Ada Lovelace met Charles Babbage in London in 1833. Her notes on his engine are kept today at Oxford.",
     },
     "With emoji": {
-      inputs: "🚀🎉 Sally Ride flew with NASA from Florida in 1983, and 👩‍🚀 she came home to California six days later.",
+      inputs: "🎉 Anna Schmidt left Siemens in Munich on Friday, and 👩‍🚀 she starts at Microsoft in Oslo in May.",
     },
   },
   answers: {
@@ -30,10 +30,10 @@ export const EXAMPLES = {
     },
     "A bridge": {
       question: "Who designed the bridge?",
-      context: "The town had argued about a crossing for thirty years. In the end the council chose a plan by Ines Valdor, a young engineer who had never built in stone, and the mason Peter Hult carried it out with forty men. Farmers paid for half of it in grain.",
+      context: "The town had argued about a crossing for thirty years. In the end the bridge was designed by Ines Valdor, a young engineer who had never built in stone, and the mason Peter Hult carried out her plan with forty men. Farmers paid for half of it in grain.",
     },
     "No answer": {
-      question: "How many people live on the island?",
+      question: "How tall is the tower?",
       context: "The island has one road, two farms and a chapel. The ferry calls on Tuesdays when the sea allows it.",
       handle_impossible_answer: true,
     },
@@ -43,17 +43,17 @@ export const EXAMPLES = {
       inputs: "The storm left the village without electricity.\nAfter the gale, houses in the hamlet had no power.\nStrong winds are expected along the coast tonight.\nShe pays her electricity bill once a year.\nThe bakery sells rye bread on Fridays.",
     },
     "A question": {
-      inputs: "How do I change my password?\nWhere can I reset my login details?\nMy parcel has not arrived.\nThe password was written on a yellow note.\nWhich payment methods do you accept?",
+      inputs: "How do I change my password?\nWhere can I reset my login details?\nMy parcel has not arrived.\nThe keys were left on the kitchen table.\nWhich payment methods do you accept?",
     },
   },
   rerank: {
     "A lost card": {
-      query: "What should I do when my bank card is gone?",
-      documents: "Block a lost card at once in the app or by telephone.\nThe branch on Mill Street closes at four.\nA new card arrives by post within a week.\nInterest is paid at the end of each year.",
+      query: "I have lost my bank card. What should I do?",
+      documents: "Block a lost card at once in the app or by telephone.\nThe branch on Mill Street closes at four.\nA loan is paid back within five years.\nInterest is paid at the end of each year.",
     },
     "A garden": {
       query: "Which plants grow well in the shade?",
-      documents: "Ferns and hostas are content without direct sun.\nTomatoes need eight hours of light a day.\nThe shed was painted green last spring.\nIvy covers a north wall in a few years.",
+      documents: "Ferns and ivy grow well without direct sun.\nTomatoes need eight hours of light a day.\nThe gate was oiled last spring.\nThe gardener comes on Mondays.",
     },
   },
   "zero-shot": {
