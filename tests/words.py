@@ -21,6 +21,9 @@ COMMENT = re.compile(r"(?:#|//|<!--)\s(.*)")
 LITERAL = re.compile(r'"([^"]{12,})"')
 # Texts that tests send, and models are trained on, are data: people in them may ask who did something.
 QUESTION = re.compile(r"\bwho\b[^?.\"]*\?", re.IGNORECASE)
+SAMPLE = re.compile(
+    r"- .+ → \*\*"
+)  # a text and its result in a model card, as export.samples writes them
 
 
 def find_files(*folders: str) -> list[Path]:
@@ -35,7 +38,8 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the numbered lines of prose: Markdown; comments, docstrings and messages of code."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
-        yield from enumerate(text.splitlines(), 1)
+        lines = enumerate(text.splitlines(), 1)
+        yield from ((number, line) for number, line in lines if not SAMPLE.match(line))
     elif path.suffix == ".py":
         yield from prose_of_python(text)
     else:

@@ -287,7 +287,8 @@ def test_evaluation_is_without_dropout_and_leaves_training_on(encoder: Encoder) 
     model = EncoderWithHeads(shape(vocab_size=200), {"a": HEADS["sentiment"]}).train()
     windows = [encoder.texts(["Ada"])[0].windows[0]] * 2
     first, second = evaluate.torch_run(model, ["a"])(windows)
-    np.testing.assert_array_equal(first["a"], second["a"])
+    # Rows of a batch are rounded differently on some processors; dropout changes a third digit.
+    np.testing.assert_allclose(first["a"], second["a"], rtol=0, atol=1e-6)
     assert model.training
 
 
