@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -42,10 +43,20 @@ def cgroup() -> Iterator[Path]:
 
 
 @pytest.mark.timeout(300)
-def test_a_service_without_memory_says_so_and_ends(mini_bundle: Path, cgroup: Path) -> None:
-    """Each kill is reported with limit and peak, and after ten failed starts in a row the status is 4."""
+def test_a_service_without_memory_says_so_and_ends(
+    mini_bundle: Path, cgroup: Path, tmp_path: Path
+) -> None:
+    """Each kill is reported with limit and peak, and after ten failed starts in a row the status is 4.
+
+    The bundle does not state its memory: the service refuses to start one that does.
+    """
+    silent = shutil.copytree(mini_bundle, tmp_path / mini_bundle.name)
+    manifest = json.loads((silent / "manifest.json").read_text(encoding="utf-8"))
+    for graph in manifest["graphs"]:
+        del graph["memory"]
+    (silent / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     enter = ["sh", "-c", f'echo $$ > {cgroup}/cgroup.procs; exec "$@"', "sh"]
-    process = start(mini_bundle, "--port", "0", "--http-workers", "1", under=enter)
+    process = start(silent, "--port", "0", "--http-workers", "1", under=enter)
     try:
         _, printed = process.communicate(timeout=240)
     finally:

@@ -83,7 +83,7 @@ def test_quartet(mini_bundle, tmp_path):
         assert process.poll() is None
         assert 0 < start_s < 60
 
-    assert 256 == len(found["embed"])
+    assert 288 == len(found["embed"])
     assert pytest.approx(1, abs=1e-5) == sum(found["classify"].values())
     assert {"positive", "negative"} == found["classify"].keys()
     assert found["qa"][0].keys() == {"answer", "score", "start", "end"}

@@ -236,7 +236,7 @@ def test_the_need_is_near_the_peak_of_a_process(mini_bundle: Path) -> None:
     peaks = [int(output_of("-c", PEAK, str(mini_bundle), str(tokens))) for _ in range(3)]
     loaded = bundle.load(mini_bundle)
     graph = loaded.manifest.graphs[0].model_dump() | {"memory": json.loads(measured)}
-    changed = loaded.manifest.model_dump() | {"format_version": 3, "graphs": [graph]}
+    changed = loaded.manifest.model_dump() | {"graphs": [graph]}
     stated = Bundle(mini_bundle, Manifest.model_validate(changed), "", loaded.golden)
     settings = Settings(threads=2, max_batch_tokens=tokens)
 
