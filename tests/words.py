@@ -21,9 +21,8 @@ COMMENT = re.compile(r"(?:#|//|<!--)\s(.*)")
 LITERAL = re.compile(r'"([^"]{12,})"')
 # Texts that tests send, and models are trained on, are data: people in them may ask who did something.
 QUESTION = re.compile(r"\bwho\b[^?.\"]*\?", re.IGNORECASE)
-SAMPLE = re.compile(
-    r"- .+ → \*\*"
-)  # a text and its result in a model card, as export.samples writes them
+# A text and its result in a model card, as export.samples writes them.
+SAMPLE = re.compile(r"- .+ → \*\*")
 
 
 def find_files(*folders: str) -> list[Path]:
