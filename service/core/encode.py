@@ -16,6 +16,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
+from service.core.ascii_tokenizer import AsciiTokenizer
 from service.core.words import Places
 
 Truncate = bool | Literal["window"]
@@ -193,6 +194,7 @@ class Encoder:
             raise ValueError("the tokenizer must carry neither truncation nor padding")
         self.tokenizer = tokenizer
         self.max_length = max_length
+        self._ascii = _ascii_tokenizer(tokenizer)
         self._places = Places(tokenizer)
         self._single = _frame(tokenizer, "a")
         self._pair = _frame(tokenizer, "a", "b")
@@ -235,7 +237,7 @@ class Encoder:
         begin with the prompt's tokens, too. Raises ValueError for a prompt of more than half a window with "window".
         """
         together = [prompt + text for text in texts]
-        encodings = self.tokenizer.encode_batch_fast(together, add_special_tokens=False)
+        encodings = self._encode(together, with_offsets=False)
         _shorten(encodings, _needed(self._capacity, truncate))
         tokens = [encoding.ids for encoding in encodings]
         if prompt and truncate == "window":
@@ -434,7 +436,7 @@ class Encoder:
         return [Encoded((window,), len(window) > self.max_length) for window in windows]
 
     def _tokenize(self, texts: Sequence[str], needed: int | None = None) -> list[_Tokens]:
-        encodings = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        encodings = self._encode(texts, with_offsets=True)
         _shorten(encodings, needed)
         tokens = []
         for text, encoding in zip(texts, encodings, strict=True):
@@ -445,10 +447,38 @@ class Encoder:
             tokens.append(own)
         return tokens
 
+    def _encode(self, texts: Sequence[str], *, with_offsets: bool) -> list[tokenizers.Encoding]:
+        """Return the tokens of texts, without special tokens; ASCII texts take the shortcut if there is one."""
+        if self._ascii is None:
+            return _encode(self.tokenizer, texts, with_offsets)
+        prepared = [self._ascii.prepare(text) for text in texts]
+        ready = [text for text in prepared if text is not None]
+        others = [text for text, own in zip(texts, prepared, strict=True) if own is None]
+        short = iter(_encode(self._ascii.tokenizer, ready, with_offsets))
+        whole = iter(_encode(self.tokenizer, others, with_offsets))
+        return [next(whole if own is None else short) for own in prepared]
+
     def _refuse(self, too_long: list[int], limits: str = "") -> None:
         if too_long:
             said = f"longer than {self.max_length} tokens{limits}, and truncate is false"
             raise TextError(too_long, said)
+
+
+def _ascii_tokenizer(tokenizer: tokenizers.Tokenizer) -> AsciiTokenizer | None:
+    try:
+        return AsciiTokenizer(tokenizer)
+    except ValueError:
+        return None
+
+
+def _encode(
+    tokenizer: tokenizers.Tokenizer, texts: Sequence[str], with_offsets: bool
+) -> list[tokenizers.Encoding]:
+    """Return the tokens of texts, without special tokens."""
+    if not texts:
+        return []
+    encode = tokenizer.encode_batch if with_offsets else tokenizer.encode_batch_fast
+    return encode(texts, add_special_tokens=False)
 
 
 def expand(window: Window, length: int, token_id: int, *, attended: bool) -> Window:
