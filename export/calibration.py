@@ -20,8 +20,7 @@ from onnx import helper
 
 from export import trace_graphs
 from export.passes.fold import fold
-from export.passes.graph_utils import drop_unused_nodes
-from export.passes.int8_plan import TRUNK, is_trunk_product
+from export.passes.graph_utils import TRUNK, drop_unused_nodes, is_trunk_product
 from service.core.encode import Encoder, Window
 from service.core.packing import pack
 from service.core.session import CPU, SessionOptions, open_graph, packed_feeds

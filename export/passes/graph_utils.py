@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from onnx import NodeProto, numpy_helper
 
 WORDS = "embeddings.word.weight"  # the end of the name of the word embeddings
+TRUNK = "encoder.layers"  # a part of the names of the layers' weights
 
 
 def attribute(node: NodeProto, name: str, default: int = 0) -> int:
@@ -26,6 +27,11 @@ def count_readers(graph: onnx.GraphProto) -> Counter[str]:
     """Return the number of times that nodes, or the graph's outputs, read each value."""
     read = [name for node in graph.node for name in node.input]
     return Counter([*read, *(value.name for value in graph.output)])
+
+
+def is_trunk_product(node: NodeProto, trunk: str = TRUNK) -> bool:
+    """Return whether a node multiplies by a weight of the encoder's layers."""
+    return node.op_type == "Gemm" and trunk in node.input[1]
 
 
 def takes_words(node: NodeProto) -> bool:

@@ -5,29 +5,36 @@ Without measured inputs, the weights are rounded each by itself. Measured inputs
 - Inputs that a LayerNormalization computes are smoothed: their mean is subtracted, and channels with large inputs are
   divided by constants that the weight is multiplied by (as in Xiao et al. 2023, SmoothQuant).
 - Inputs with a lower bound near zero, as of GELU, have most of their 256 numbers above the zero point.
+- The few channels that make the steps of most rows large stay in fp32 (as in Dettmers et al. 2022, LLM.int8()).
 - The weights are rounded so that their errors compensate for each other, and the mean error moves to the bias.
 
 N outputs, K inputs, T tokens
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto, numpy_helper
 
-from export.passes.graph_utils import producers
+from export.passes.graph_utils import count_readers, is_trunk_product, producers
+from export.passes.outliers import find_layers
 from export.passes.rounding import TINY, compensated, nearest, pairwise
+from export.passes.row_steps import (
+    ZERO_POINTS,
+    Channels,
+    Floats,
+    best_zero_point,
+    choose_outliers,
+    row_scales,
+    without,
+)
 
-TRUNK = "encoder.layers"
-MOST = 255  # activations are unsigned, because x86 multiplies u8 x s8 fastest
-ZERO_POINTS = (128, 64, 32, 16, 8)  # the first one where no inputs were measured
 SMOOTHING = 0.65  # how much of the size of a channel's inputs moves to its weights
 FLOOR = 1e-5  # of the largest channel, below which the size of a channel does not count
-
-Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -41,42 +48,63 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Plan:
-    """How one input of products is quantized: as (x - center) * factor, [K] each, where these are not None.
+    """How one input of products is quantized: as (x - center) * factor, [K] each, as far as these are not None.
 
-    matrices: the weights of the products by name
+    matrices: the weights of the products by name, with zeros for the outliers
+    outliers: channels that stay in fp32, and are zero in the quantized input
     """
 
     matrices: Mapping[str, Matrix]
     zero_point: int = ZERO_POINTS[0]
     center: Floats | None = None
     factor: Floats | None = None
+    outliers: Channels | None = None
 
     @property
     def smooth(self) -> bool:
         return self.factor is not None
 
 
-def is_trunk_product(node: NodeProto, trunk: str = TRUNK) -> bool:
-    """Return whether a node multiplies by a weight of the encoder's layers."""
-    return node.op_type == "Gemm" and trunk in node.input[1]
-
-
 def plan_products(
-    graph: onnx.GraphProto, inputs: Mapping[str, Floats], trunk: str
+    graph: onnx.GraphProto,
+    inputs: Mapping[str, Floats],
+    trunk: str,
+    split: Mapping[str, Channels],
 ) -> dict[str, Plan]:
     """Return the plan of every input of the encoder's products, by the input's name.
 
     inputs: the measured ones, [T, K] by name
+    split: the outliers of inputs that are zero there already, see `export.passes.outliers`
     """
     weights = {tensor.name: tensor for tensor in graph.initializer}
     normed = {n for n, node in producers(graph).items() if node.op_type == "LayerNormalization"}
+    kept = normed & foldable_inputs(graph, trunk) | {
+        layer.up.input[0] for layer in find_layers(graph, trunk)
+    }
     plans: dict[str, Plan] = {}
     for names, matrices in _groups(node for node in graph.node if is_trunk_product(node, trunk)):
         exact = {name: to_floats(weights[name]) for name in sorted(matrices)}
         measured = [inputs[name] for name in sorted(names) if name in inputs]
         x = np.concatenate(measured)[:: len(measured)] if measured else None
-        plans |= dict.fromkeys(names, _plan(exact, x, smooth=names <= normed))
+        smooth = names <= normed
+        outliers = next((split[name] for name in names if name in split), None)
+        if x is None:
+            plan = _plain(exact)
+        elif smooth:
+            plan = _smoothed(exact, x) if names & kept else _split(exact, x)
+        elif outliers is not None:
+            plan = _rounded(exact, without(x, outliers), outliers)
+        else:
+            plan = _rounded(exact, x)
+        plans |= dict.fromkeys(names, plan)
     return plans
+
+
+def foldable_inputs(graph: onnx.GraphProto, trunk: str) -> set[str]:
+    """Return the inputs that only the encoder's products read, so that the node before them can change them."""
+    readers = count_readers(graph)
+    products = Counter(node.input[0] for node in graph.node if is_trunk_product(node, trunk))
+    return {x for x, number in products.items() if readers[x] == number}
 
 
 def _groups(products: Iterable[NodeProto]) -> Iterator[tuple[set[str], set[str]]]:
@@ -92,45 +120,64 @@ def _groups(products: Iterable[NodeProto]) -> Iterator[tuple[set[str], set[str]]
     yield from groups
 
 
-def _plan(exact: Mapping[str, Floats], x: Floats | None, *, smooth: bool) -> Plan:
-    """Return the plan of an input x, [T, K], None where it was not measured."""
-    if x is None:
-        scales = {name: pairwise(weight) for name, weight in exact.items()}
-        return Plan(
-            {name: Matrix(nearest(w, scales[name]), scales[name]) for name, w in exact.items()}
-        )
-    center, size = np.zeros(x.shape[1], np.float32), np.ones(x.shape[1], np.float32)
-    if smooth:
-        center = x.mean(axis=0)
-        size = _sizes(x - center, np.concatenate([*exact.values()]))
-    moved = (x - center) / size
-    zero_point = min(ZERO_POINTS, key=lambda point: float(np.mean(row_scales(moved, point) ** 2)))
-    row_steps = row_scales(moved, zero_point)
-    quantized = np.rint(moved / row_steps) * row_steps
+def _plain(exact: Mapping[str, Floats]) -> Plan:
+    """Return the plan of an input that was not measured."""
+    scales = {name: pairwise(weight) for name, weight in exact.items()}
+    return Plan({name: Matrix(nearest(w, scales[name]), scales[name]) for name, w in exact.items()})
+
+
+def _smoothed(exact: Mapping[str, Floats], x: Floats) -> Plan:
+    """Return the plan of a norm's output x, [T, K], all of whose channels are quantized."""
+    center = x.mean(axis=0)
+    size = _sizes(x - center, exact)
+    moved: Floats = np.asarray((x - center) / size, dtype=np.float32)
+    plan = _rounded({name: weight * size for name, weight in exact.items()}, moved)
+    matrices = {
+        name: replace(matrix, correction=exact[name] @ center + matrix.correction)
+        for name, matrix in plan.matrices.items()
+    }
+    return replace(plan, matrices=matrices, center=center, factor=np.reciprocal(size))
+
+
+def _split(exact: Mapping[str, Floats], x: Floats) -> Plan:
+    """Return the plan of a norm's output x, [T, K], whose outliers stay in fp32 if that is worth it.
+
+    Without them, the other channels are not centered: that would hardly make the steps smaller, and costs an operator.
+    """
+    size = _sizes(x, exact)
+    moved: Floats = np.asarray(x / size, dtype=np.float32)
+    outliers = choose_outliers(moved)
+    if len(outliers) == 0:
+        return _smoothed(exact, x)
+    resized = {name: weight * size for name, weight in exact.items()}
+    factor = np.reciprocal(size)
+    factor[outliers] = 0
+    return replace(_rounded(resized, without(moved, outliers), outliers), factor=factor)
+
+
+def _rounded(exact: Mapping[str, Floats], x: Floats, outliers: Channels | None = None) -> Plan:
+    """Return the plan of an input x, [T, K], that is zero at its outliers."""
+    zero_point = best_zero_point(x)
+    row_steps = row_scales(x, zero_point)
+    quantized = np.rint(x / row_steps) * row_steps
+    mean = x.mean(axis=0)
     matrices = {}
     for name, weight in exact.items():
-        resized = weight * size
-        steps = pairwise(resized)
-        rounded = compensated(resized, steps, quantized)
-        lost = (resized - rounded * steps[:, None]) @ moved.mean(axis=0)
-        matrices[name] = Matrix(rounded, steps, weight @ center + lost)
-    return Plan(matrices, zero_point, *((center, 1 / size) if smooth else ()))
+        left = weight if outliers is None else without(weight, outliers)
+        steps = pairwise(left)
+        rounded = compensated(left, steps, quantized)
+        matrices[name] = Matrix(rounded, steps, (left - rounded * steps[:, None]) @ mean)
+    return Plan(matrices, zero_point, outliers=outliers)
 
 
-def _sizes(x: Floats, weight: Floats) -> Floats:
-    """Return what the inputs x, [T, K], of a weight [N, K] are divided by, and its columns multiplied by."""
-    inputs, columns = np.abs(x).max(axis=0), np.abs(weight).max(axis=0)
+def _sizes(x: Floats, exact: Mapping[str, Floats]) -> Floats:
+    """Return what the inputs x, [T, K], of weights [N, K] are divided by, and their columns multiplied by."""
+    inputs = np.abs(x).max(axis=0)
+    columns = np.abs(np.concatenate([*exact.values()])).max(axis=0)
     inputs = np.maximum(inputs, FLOOR * inputs.max() + TINY)
     columns = np.maximum(columns, FLOOR * columns.max() + TINY)
     sizes = inputs**SMOOTHING / columns ** (1 - SMOOTHING)
     return np.asarray(sizes / sizes.mean(), dtype=np.float32)
-
-
-def row_scales(x: Floats, zero_point: int, most: int = MOST) -> Floats:
-    """Return the scale of each row of x, [T, 1], with which the row fits in numbers from 0 to `most`."""
-    above = x.max(axis=1, keepdims=True) / np.float32(most - zero_point)
-    below = x.min(axis=1, keepdims=True) / np.float32(-zero_point)
-    return np.asarray(np.maximum(np.maximum(above, below), TINY), dtype=np.float32)
 
 
 def to_floats(tensor: TensorProto) -> Floats:

@@ -11,7 +11,6 @@ table is stored in 8 bits with a scale per row; the heads, small and sensitive, 
 multiplies by the embedding table itself, so its activations have 7 bits.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,22 +21,18 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from export.passes.fold import fold
 from export.passes.graph_utils import (
+    TRUNK,
     WORDS,
     attribute,
-    count_readers,
     drop_unused_weights,
+    is_trunk_product,
     takes_words,
     with_inputs,
 )
-from export.passes.int8_plan import (
-    MOST,
-    TRUNK,
-    Plan,
-    is_trunk_product,
-    plan_products,
-    to_floats,
-)
+from export.passes.int8_plan import Plan, foldable_inputs, plan_products, to_floats
+from export.passes.outliers import outlier_name, split_outliers
 from export.passes.rounding import LEVELS, TINY, largest, nearest
+from export.passes.row_steps import MOST, Channels
 
 NARROW_MOST = 127  # of activations that the 8-bit embedding table multiplies
 NARROW_ZERO_POINT = 64
@@ -58,11 +53,14 @@ def quantize(
     quantized.CopyFrom(model)
     fold(quantized)  # weights that the runtime would compute from others
     graph = quantized.graph
+    inputs = inputs or {}
+    split = split_outliers(graph, inputs, trunk)
     weights = {tensor.name: tensor for tensor in graph.initializer}
     parts = {node.output[0]: node for node in graph.node if takes_words(node)}
     constants = _Constants(graph)
-    plans = plan_products(graph, inputs or {}, trunk)
-    folded = _foldable_norms(graph, plans, trunk)
+    constants.names |= {outlier_name(x) for x in split}
+    plans = plan_products(graph, inputs, trunk, split)
+    folded = {x for x in foldable_inputs(graph, trunk) if plans[x].smooth}
     nodes: list[NodeProto] = []
     for node in graph.node:
         if is_trunk_product(node, trunk):
@@ -116,13 +114,6 @@ class _Constants:
         return name
 
 
-def _foldable_norms(graph: onnx.GraphProto, plans: Mapping[str, Plan], trunk: str) -> set[str]:
-    """Return the smoothed inputs that only products read, so that the norm before them can smooth them."""
-    readers = count_readers(graph)
-    products = Counter(node.input[0] for node in graph.node if is_trunk_product(node, trunk))
-    return {x for x, plan in plans.items() if plan.smooth and readers[x] == products[x]}
-
-
 def _smooth_norm(
     node: NodeProto, plan: Plan, weights: Mapping[str, TensorProto], constants: _Constants
 ) -> NodeProto:
@@ -146,12 +137,14 @@ def _smoothed(x: str) -> str:
 
 def _smooth(x: str, plan: Plan, constants: _Constants) -> Iterator[NodeProto]:
     """Yield the nodes of (x - center) * factor."""
-    assert plan.center is not None
     assert plan.factor is not None
-    center = constants.add(f"{x}.center", plan.center)
+    centered = x
+    if plan.center is not None:
+        centered = f"{x}.centered"
+        center = constants.add(f"{x}.center", plan.center)
+        yield helper.make_node("Sub", [x, center], [centered])
     factor = constants.add(f"{x}.factor", plan.factor)
-    yield helper.make_node("Sub", [x, center], [f"{x}.centered"])
-    yield helper.make_node("Mul", [f"{x}.centered", factor], [_smoothed(x)])
+    yield helper.make_node("Mul", [centered, factor], [_smoothed(x)])
 
 
 def _product(
@@ -189,13 +182,29 @@ def _product(
     if matrix.correction is not None:
         corrected = sum((to_floats(weights[b]) for b in bias), start=matrix.correction)
         bias = [constants.add(f"{node.output[0]}.bias", corrected)]
+    if plan.outliers is not None:
+        columns = to_floats(weights[name])[:, plan.outliers]
+        weight = constants.add(f"{name}.outliers", columns.copy())
+        yield from _take_outliers(x, plan.outliers, constants)
+        added = f"{node.output[0]}.outliers"
+        yield helper.make_node("Gemm", [outlier_name(x), weight, *bias], [added], transB=1)
+        bias = [added]
     yield from _multiply(node, operands, row, bias)
+
+
+def _take_outliers(x: str, channels: Channels, constants: _Constants) -> Iterator[NodeProto]:
+    """Yield the node that takes the outlier channels of x, [T, K], unless the graph has them already."""
+    out = outlier_name(x)
+    if out not in constants.names:
+        constants.names.add(out)
+        indices = constants.add(f"{out}.channels", channels.astype(np.int64))
+        yield helper.make_node("Gather", [x, indices], [out], axis=1)
 
 
 def _multiply(
     node: NodeProto, operands: list[str], row: str, bias: list[str]
 ) -> Iterator[NodeProto]:
-    """Yield the nodes of an integer product, times the scales of its rows, plus a bias if there is one."""
+    """Yield the nodes of an integer product, times the scales of its rows, plus a bias or [T, N] if there is one."""
     out = node.output[0]
     yield helper.make_node(
         "MatMulIntegerToFloat",
