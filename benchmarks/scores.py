@@ -82,7 +82,8 @@ class Sender:
 
     def _send(self, path: str, inputs: list[Any]) -> list[Any]:
         response = self._client.post(path, json={"inputs": inputs, "head": self._head})
-        results: list[Any] = response.raise_for_status().json()["results"]
+        answer = response.raise_for_status().json()
+        results: list[Any] = answer["embeddings" if path == "/embed" else "results"]
         return results
 
 
