@@ -1,11 +1,13 @@
 """Score a bundle and list right and wrong results: `python -m export.samples BUNDLE --eval HEAD=FILE ...`
 
 The output is Markdown for a model card: metrics through the bundle's CPU graph, then the first right and the first
-wrong results of a seeded sample. Files have the formats of training data.
+wrong results of a seeded sample. Files have the formats of training data. `--card` writes it to the bundle's card
+instead, as the section "Samples", which replaces an existing one.
 """
 
 import argparse
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,9 @@ SAME_RANK = (
     0.15  # a pair's rank by cosine and its rank by score, as shares of the file, agree within this
 )
 OTHER_RANK = 0.4  # and disagree beyond this
+CARD = "README.md"  # the model card of a bundle
+TITLE = "Samples"  # of the section that this program writes
+NEXT = "Parity"  # the section that follows it
 
 
 @dataclass(frozen=True)
@@ -198,6 +203,19 @@ def _one_line(result: Result) -> str:
     return f"{text} → **{result.answer}**, expected {result.expected}"
 
 
+def write_section(card: str, introduction: str, results: str) -> str:
+    """Return a model card with a section "Samples", before the section "Parity" unless the card has it already."""
+    body = "\n\n".join(part for part in (f"## {TITLE}", introduction, results) if part)
+    parts = [part.strip() for part in re.split(r"^(?=## )", card, flags=re.MULTILINE)]
+    titles = [part.splitlines()[0] for part in parts]
+    if f"## {TITLE}" in titles:
+        parts[titles.index(f"## {TITLE}")] = body
+    else:
+        place = titles.index(f"## {NEXT}") if f"## {NEXT}" in titles else len(parts)
+        parts.insert(place, body)
+    return "\n\n".join(parts) + "\n"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m export.samples", description=__doc__)
     parser.add_argument("bundle", type=Path)
@@ -205,6 +223,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--right", type=int, default=10, help="right results of each head")
     parser.add_argument("--wrong", type=int, default=5, help="wrong results of each head")
     parser.add_argument("--seed", type=int, default=1, help="of the sample")
+    parser.add_argument("--card", action="store_true", help="write to the bundle's model card")
+    parser.add_argument(
+        "--introduction", default="", help="a text about the data, for the section of the card"
+    )
     options = parser.parse_args(arguments)
     try:
         bundle = load(options.bundle)
@@ -224,7 +246,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parts.append(render(name, Path(file), metrics, drawn))
     except (OSError, ValueError, BundleError) as error:
         raise SystemExit(f"{error}") from None
-    print("\n\n".join(parts))
+    results = "\n\n".join(parts)
+    if not options.card:
+        print(results)
+        return
+    card = options.bundle / CARD
+    text = write_section(card.read_text(encoding="utf-8"), options.introduction, results)
+    card.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

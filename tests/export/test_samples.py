@@ -48,6 +48,31 @@ def test_results_are_lines_of_markdown() -> None:
     assert "- two lines → **b**, expected a" in text.splitlines()
 
 
+CARD = "# mini\n\nA model.\n\n## Heads\n\none\n\n## Parity\n\nnone\n"
+
+
+def test_a_card_gets_a_section_before_the_one_on_parity() -> None:
+    card = samples.write_section(CARD, "Ten rows.", "### `mood`\n\naccuracy 50.0")
+    assert card == CARD.replace(
+        "## Parity", "## Samples\n\nTen rows.\n\n### `mood`\n\naccuracy 50.0\n\n## Parity"
+    )
+
+
+def test_a_section_replaces_the_one_before() -> None:
+    once = samples.write_section(CARD, "", "### `mood`\n\naccuracy 50.0")
+    twice = samples.write_section(once, "", "### `mood`\n\naccuracy 60.0")
+    assert twice == once.replace("50.0", "60.0")
+
+
+def test_a_card_without_the_next_section_ends_with_it() -> None:
+    card = samples.write_section("# mini\n\n## Heads\n\none\n", "", "### `mood`")
+    assert card == "# mini\n\n## Heads\n\none\n\n## Samples\n\n### `mood`\n"
+    assert (
+        samples.write_section("# mini\n", "", "### `mood`")
+        == "# mini\n\n## Samples\n\n### `mood`\n"
+    )
+
+
 def test_entities_are_their_words_and_types() -> None:
     words = ["Ada", "Lovelace", "left", "Turin", "Kiel"]
     tags = ["B-PER", "I-PER", "O", "B-LOC", "B-LOC"]
