@@ -23,6 +23,7 @@ from benchmarks.lib.servers import NOOP, Running
 from benchmarks.lib.traffic import MIXES, NEWS, texts
 from benchmarks.limit import flops_per_token
 from benchmarks.training import pretraining
+from export.passes.row_steps import OUTLIERS
 from model.data import checksums
 from service.core import bundle
 from service.core.encode import Encoder
@@ -247,7 +248,7 @@ def test_texts(source: Path) -> None:
 
 def test_operations_per_token(tiny_bundle: Path, tiny_checkpoint: Path) -> None:
     """Counted from the graph, they are what the model's shape says; int8 has a number more in each head's queries and
-    keys, which fp32 has when it is opened.
+    keys, which fp32 has when it is opened, and may have products of outlier channels.
     """
     full = bundle.load(tiny_bundle)
     encoder = Encoder.from_file(full.file("tokenizer.json"), full.manifest.max_length)
@@ -259,9 +260,10 @@ def test_operations_per_token(tiny_bundle: Path, tiny_checkpoint: Path) -> None:
     attention = 4 * hidden * sum(n * n for n in lengths) / sum(lengths)
     products = 2 * (4 * hidden**2 + 2 * hidden * config["intermediate_size"])
     more = 2 * hidden * 2 * config["num_attention_heads"]
-    for precision, wider in (("fp32", 0), ("int8", more)):
-        found = flops_per_token(full, precision, encodings)
-        assert found == pytest.approx(layers * (products + attention + wider))
+    outliers = 2 * OUTLIERS * (3 * hidden + more / (2 * hidden) + 2 * hidden)
+    fp32, int8 = (flops_per_token(full, precision, encodings) for precision in ("fp32", "int8"))
+    assert fp32 == pytest.approx(layers * (products + attention))
+    assert -1e-6 < int8 - fp32 - layers * more <= layers * outliers
 
 
 @pytest.mark.e2e
