@@ -204,7 +204,11 @@ def _one_line(result: Result) -> str:
 
 
 def write_section(card: str, introduction: str, results: str) -> str:
-    """Return a model card with a section "Samples", before the section "Parity" unless the card has it already."""
+    """Return a model card with the section "Samples", before the section "Parity" unless the card has it already.
+
+    introduction: a text about the data; may be empty
+    results: Markdown of each head, see `render`
+    """
     body = "\n\n".join(part for part in (f"## {TITLE}", introduction, results) if part)
     parts = [part.strip() for part in re.split(r"^(?=## )", card, flags=re.MULTILINE)]
     titles = [part.splitlines()[0] for part in parts]
@@ -246,12 +250,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parts.append(render(name, Path(file), metrics, drawn))
     except (OSError, ValueError, BundleError) as error:
         raise SystemExit(f"{error}") from None
-    results = "\n\n".join(parts)
+    section = "\n\n".join(parts)
     if not options.card:
-        print(results)
+        print(section)
         return
     card = options.bundle / CARD
-    text = write_section(card.read_text(encoding="utf-8"), options.introduction, results)
+    text = write_section(card.read_text(encoding="utf-8"), options.introduction, section)
     card.write_text(text, encoding="utf-8")
 
 
