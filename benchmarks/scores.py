@@ -2,9 +2,9 @@
 
     python -m benchmarks.scores --url http://127.0.0.1:8000 --eval HEAD=FILE ... [--limit N] [--out FILE]
 
-Requests set no options: labels of `/classify`, entities of `/ner`, answers of `/qa`, cosines of the vectors of `/embed`.
-The metrics are computed as in `model.evaluate`. A word has the tag of the entity that contains its first character.
-Files have the formats of training data. Prints a table and one JSON line.
+Requests set no options. Labels of `/classify`, entities of `/ner`, answers of `/qa` and cosines of the vectors of
+`/embed` are compared with the file as in `model.evaluate`. A word has the tag of the entity that contains its first
+character. Files have the formats of training data. Prints a table and one JSON line.
 """
 
 import argparse
