@@ -244,7 +244,7 @@ def test_a_signal_to_all_at_once_is_a_drain(tiny_bundle: Path) -> None:
     statuses: list[int] = []
     with serving(tiny_bundle, *SLOWLY) as server:
         pids = [pid for found in children(server).values() for pid in found]
-        body = {"inputs": [samples.text(200, seed=seed) for seed in range(40)]}
+        body = {"inputs": [samples.text(200, seed=seed) for seed in range(100)]}
         with ThreadPoolExecutor(8) as clients:
             asked = [clients.submit(server.post, "/embed", body) for _ in range(8)]
             until(lambda: held(server))
