@@ -92,10 +92,8 @@ def plan_products(
             plan = _plain(exact)
         elif smooth:
             plan = _smoothed(exact, x) if names & kept else _split(exact, x)
-        elif outliers is not None:
-            plan = _rounded(exact, without(x, outliers), outliers)
         else:
-            plan = _rounded(exact, x)
+            plan = _rounded(exact, x, outliers)
         plans |= dict.fromkeys(names, plan)
     return plans
 
@@ -152,21 +150,23 @@ def _split(exact: Mapping[str, Floats], x: Floats) -> Plan:
     resized = {name: weight * size for name, weight in exact.items()}
     factor = np.reciprocal(size)
     factor[outliers] = 0
-    return replace(_rounded(resized, without(moved, outliers), outliers), factor=factor)
+    return replace(_rounded(resized, moved, outliers), factor=factor)
 
 
 def _rounded(exact: Mapping[str, Floats], x: Floats, outliers: Channels | None = None) -> Plan:
-    """Return the plan of an input x, [T, K], that is zero at its outliers."""
+    """Return the plan of an input x, [T, K], whose outliers stay in fp32."""
+    if outliers is not None:
+        x = without(x, outliers)
+        exact = {name: without(weight, outliers) for name, weight in exact.items()}
     zero_point = best_zero_point(x)
     row_steps = row_scales(x, zero_point)
     quantized = np.rint(x / row_steps) * row_steps
     mean = x.mean(axis=0)
     matrices = {}
     for name, weight in exact.items():
-        left = weight if outliers is None else without(weight, outliers)
-        steps = pairwise(left)
-        rounded = compensated(left, steps, quantized)
-        matrices[name] = Matrix(rounded, steps, (left - rounded * steps[:, None]) @ mean)
+        steps = pairwise(weight)
+        rounded = compensated(weight, steps, quantized)
+        matrices[name] = Matrix(rounded, steps, (weight - rounded * steps[:, None]) @ mean)
     return Plan(matrices, zero_point, outliers=outliers)
 
 
