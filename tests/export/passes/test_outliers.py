@@ -11,16 +11,13 @@ from export.passes.outliers import find_layers
 from export.passes.quantize import quantize
 from export.passes.row_steps import choose_outliers
 from tests.export.helpers import copied, run_graph
+from tests.export.passes.test_quantize import feeds, normal
 
 Floats = NDArray[np.float32]
 
 NAME = "model.encoder.layers.0"
 LARGE = [3, 40]  # channels after the activation
 ROWS, HIDDEN, INNER = 400, 32, 64
-
-
-def normal(*shape: int, seed: int = 0) -> Floats:
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def outlying(seed: int = 0) -> Floats:
@@ -69,10 +66,6 @@ def feed_forward(activation: str = "Gelu", *, read_twice: bool = False) -> onnx.
     )
     domains = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
     return helper.make_model(graph, opset_imports=domains, ir_version=10)
-
-
-def feeds(x: Floats) -> dict[str, NDArray]:
-    return {"input_ids": np.zeros(len(x), np.int64), "x": x}
 
 
 def measured(proto: onnx.ModelProto, x: Floats) -> dict[str, Floats]:
