@@ -20,6 +20,8 @@ import pytest
 
 START_S = 60  # a loaded machine may take its time
 LIVENESS_S = 60.0  # for what has to happen, however busy the machine is
+# Options of a server that is so slow that a test sees its queue before it is empty.
+SLOWLY = ("--max-batch-size", 1, "--threads", 1)
 URL = re.compile(r'"url": ?"(http://[^"]+)"')
 GRPC_ADDRESS = re.compile(r'"grpc": ?"([^"]+)"')
 METRICS_URL = re.compile(r'"metrics": ?"(http://[^"]+)"')

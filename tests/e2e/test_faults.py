@@ -14,7 +14,7 @@ import pytest
 from service.core import bundle
 from tests import samples
 from tests.e2e.calls import embed_calls, same_answer
-from tests.e2e.conftest import Reply, Server, queued, serving, start, until
+from tests.e2e.conftest import SLOWLY, Reply, Server, queued, serving, start, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -130,10 +130,10 @@ def test_overload(strict: Server) -> None:
 def test_drain_loses_none(tiny_bundle: Path) -> None:
     """After SIGTERM all that was sent is answered, in every dialect, and the exit is clean."""
     calls = embed_calls(
-        [[samples.text(200, seed=seed + n) for n in range(6)] for seed in range(60)]
+        [[samples.text(200, seed=seed + n) for n in range(12)] for seed in range(60)]
     )
     replies: dict[int, Reply] = {}
-    with serving(tiny_bundle) as server:
+    with serving(tiny_bundle, *SLOWLY) as server:
         alone = [server.answer(*call) for call in calls]
 
         def ask(number: int) -> None:

@@ -18,7 +18,16 @@ from pathlib import Path
 import pytest
 
 from tests import samples
-from tests.e2e.conftest import Server, children, kill_inference, queued, serving, start, until
+from tests.e2e.conftest import (
+    SLOWLY,
+    Server,
+    children,
+    kill_inference,
+    queued,
+    serving,
+    start,
+    until,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -54,9 +63,6 @@ def test_a_killed_inference_process_is_replaced(
         assert [http] == children(server)["http"]
         page = server.get("/metrics").body.decode()
         assert 'quartet_requests_rejected_total{reason="replica_lost"} 1.0' in page
-
-
-SLOWLY = ("--max-batch-size", 1, "--threads", 1)  # so that a test sees the queue before it is empty
 
 
 def held(server: Server) -> bool:
