@@ -312,8 +312,6 @@ def dialect(request: type[Request], response: Any, tag: str, *, of: str | None =
     declared = task(request, response, in_lines=False)
     if of is not None:
         declared["openapi_extra"]["parameters"] = [*REQUEST_HEADERS, path_parameter(of)]
-    for answer in declared["responses"].values():
-        answer.pop("model", None)  # errors have the other server's form
     return {**declared, "tags": [tag]}
 
 
@@ -329,8 +327,6 @@ def dialect_page(
     declared = page(response, errors=errors, open_to_all=open_to_all)
     if of is not None:
         declared["openapi_extra"]["parameters"] = [path_parameter(of)]
-    for answer in declared["responses"].values():
-        answer.pop("model", None)
     return {**declared, "tags": [tag]}
 
 
@@ -381,19 +377,12 @@ def path_parameter(name: str) -> Object:
 def text(media_type: str) -> Object:
     """Return the declaration of a GET route that responds with plain text."""
     content = {media_type: {"schema": {"type": "string"}}}
-    response_class = type("Text", (Response,), {"media_type": media_type})
-    # The framework would declare a `model` under the media type of the route.
-    failure = {"content": {"application/json": {"schema": reference(ErrorResponse.__name__)}}}
-    refusals = error_responses(errors.ReplicaLost, *CLOSED, *EVERY_ROUTE)
     return {
         "response_model": None,
-        "response_class": response_class,
+        "response_class": type("Text", (Response,), {"media_type": media_type}),
         "responses": {
             200: {"content": content},
-            **{
-                status: {"description": told["description"], **failure}
-                for status, told in refusals.items()
-            },
+            **error_responses(errors.ReplicaLost, *CLOSED, *EVERY_ROUTE),
         },
         "openapi_extra": {"security": SECURITY},
         "tags": ["service"],
@@ -405,17 +394,13 @@ def header(text: str) -> Object:
 
 
 def error_responses(*kinds: type[QuartetError]) -> dict[int | str, Object]:
-    """Return the responses of these errors by status, each with its error codes."""
+    """Return the responses of these errors by status, each with its error codes. `document` adds their bodies."""
     codes: dict[int, list[str]] = {}
     for kind in sorted(kinds, key=lambda kind: kind.status):
         codes.setdefault(kind.status, []).append(kind.code)
-    return {status: error_response(names) for status, names in codes.items()}
-
-
-def error_response(codes: Iterable[str]) -> Object:
     return {
-        "model": ErrorResponse,
-        "description": "code " + " or ".join(f"`{code}`" for code in codes),
+        status: {"description": "code " + " or ".join(f"`{code}`" for code in names)}
+        for status, names in codes.items()
     }
 
 
@@ -430,17 +415,15 @@ def document(app: FastAPI, error_models: Mapping[str, type[BaseModel]]) -> Objec
         description=app.description,
         routes=app.routes,
     )
+    bodies: list[type[BaseModel]] = [
+        *REQUESTS.values(),
+        *DIALECT_REQUESTS,
+        *ORDERS,
+        ErrorResponse,
+        *error_models.values(),
+    ]
     _, definitions = models_json_schema(
-        [
-            (model, "validation")
-            for model in (
-                *REQUESTS.values(),
-                *DIALECT_REQUESTS,
-                *ORDERS,
-                *error_models.values(),
-            )
-        ],
-        ref_template=REFERENCE,
+        [(model, "validation") for model in bodies], ref_template=REFERENCE
     )
     for path, answers in ANSWERS.items():  # a declaration next to the routes would lose each null
         (operation,) = described["paths"][path].values()
@@ -448,8 +431,9 @@ def document(app: FastAPI, error_models: Mapping[str, type[BaseModel]]) -> Objec
             name: {"summary": name, "value": value} for name, value in answers.items()
         }
     for operation in (one for path in described["paths"].values() for one in path.values()):
-        if model := error_models.get(operation["tags"][0]):
-            declare_errors(operation["responses"], model)
+        declare_errors(
+            operation["responses"], error_models.get(operation["tags"][0], ErrorResponse)
+        )
     schemas = {**described["components"]["schemas"], **definitions["$defs"]}
     described["components"]["schemas"] = {
         **for_generators(schemas),
