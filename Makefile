@@ -65,7 +65,7 @@ check: $(VENV)/.test ## Check format, lint, types and layers
 	@$(RUN) -m mypy
 	@$(RUN) -m pytest --quiet tests/test_layers.py
 
-chaos: $(VENV)/.test ## Test every promise of docs/reference/promises.md against real processes (ten minutes)
+chaos: $(VENV)/.test ## Test every promise of docs/reference/promises.md against real processes (ten to twenty minutes)
 	@$(RUN) -m pytest -m promise --chaos -q $(ARGS)
 
 format: $(VENV)/.test ## Format the code and apply the linter's fixes
