@@ -5,6 +5,8 @@ from typing import Any
 
 from service.core.bundle import Head, Manifest
 
+CARD = "README.md"  # the file in a bundle
+
 
 def render(manifest: Manifest, metadata: Mapping[str, Any], parity: Mapping[str, str]) -> str:
     """Return the model card as Markdown.

@@ -597,7 +597,7 @@ def write_bundle(manifest: Manifest, full: Path, folder: Path, card: str) -> Non
     """Copy the manifest's files from `full`, and write the model card and, last, the manifest."""
     for name in manifest.files():
         shutil.copyfile(full / name, folder / name)
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    (folder / model_card.CARD).write_text(card, encoding="utf-8")
     write_manifest(manifest, folder)
 
 

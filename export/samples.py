@@ -17,6 +17,7 @@ import numpy as np
 from scipy import stats
 
 from export import verify
+from export.model_card import CARD
 from model.data import examples
 from model.data.labelled_rows import QuestionRow, Sentence, Similar, Text
 from model.evaluate import Evaluation, exact_match, judge, run_sorted
@@ -28,7 +29,6 @@ SAME_RANK = (
     0.15  # a pair's rank by cosine and its rank by score, as shares of the file, agree within this
 )
 OTHER_RANK = 0.4  # and disagree beyond this
-CARD = "README.md"  # the model card of a bundle
 TITLE = "Samples"  # of the section that this program writes
 NEXT = "Parity"  # the section that follows it
 
