@@ -6,7 +6,6 @@ annotation. Noisy cloze questions: Lewis et al. 2019 (arXiv 1906.04980). The fil
 """
 
 import argparse
-import gzip
 import itertools
 import json
 import random
@@ -18,6 +17,7 @@ from typing import Any
 
 from model.data import checksums
 from model.data.corpus import documents, sentences
+from model.data.text_files import write_gzip
 
 PASSAGE = (50, 200)  # words
 SENTENCE = (6, 50)  # words of a sentence that becomes a question
@@ -296,10 +296,7 @@ def main() -> None:
         squad = as_squad(made)
     except (OSError, ValueError) as error:
         raise SystemExit(f"{error}") from None
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    # No name and no time in the file: the same text gives the same bytes.
-    with args.out.open("wb") as raw, gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as file:
-        file.write(json.dumps(squad, ensure_ascii=False).encode())
+    write_gzip(args.out, [json.dumps(squad, ensure_ascii=False)])
     print(f"{args.out}: {len(squad['data'][0]['paragraphs'])} questions")
 
 

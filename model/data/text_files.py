@@ -3,7 +3,7 @@
 import gzip
 import lzma
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,18 @@ def read_text(path: Path) -> str:
     except UnicodeError:
         raise _undecodable(path) from None
     return text
+
+
+def write_gzip(path: Path, parts: Iterable[str]) -> int:
+    """Write parts of a text to a new `.gz` file, and return their number. The same parts give the same bytes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    count = 0
+    # Without a name and a time in the file's header.
+    with path.open("wb") as raw, gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as file:
+        for part in parts:
+            file.write(part.encode())
+            count += 1
+    return count
 
 
 def _opener(path: Path) -> Any:
