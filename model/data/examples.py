@@ -72,6 +72,7 @@ class HeadSettings:
     class_weights: str | dict[str, float] = field(default_factory=dict)
     max_length: int = 0  # 0: the run's
     stride: int = 64  # ner and qa: tokens that adjacent windows share
+    join_sentences: int = 1  # ner: from 2 on, adds rows of this many adjacent sentences of a file
     # Losses of embeddings.
     loss: str = "cosent"  # from scored pairs: "cosent" or "cosine"
     contrast: str = "ranking"  # from related texts: "ranking" or "triplet"
@@ -110,8 +111,15 @@ class HeadSettings:
         if not 0 <= self.replace_words <= 1:
             raise ValueError(f"replace_words: {self.replace_words} is not from 0 to 1")
         check_counts(
-            self, "batch_size", "scored_batch_size", "max_answer_tokens", "max_query_tokens"
+            self,
+            "batch_size",
+            "scored_batch_size",
+            "join_sentences",
+            "max_answer_tokens",
+            "max_query_tokens",
         )
+        if self.join_sentences > 1 and self.task != "ner":
+            raise ValueError("join_sentences: for ner, whose rows are sentences")
         if self.label_map or self.drop_labels:
             if (self.task, self.problem_type) != ("classification", SINGLE_LABEL):
                 raise ValueError(
@@ -189,10 +197,30 @@ def read_training(settings: HeadSettings) -> list[Any]:
 
     Raises DataError as `labelled_rows.read` does, and for a label to map or drop that no row has.
     """
-    rows = _mapped(settings, [row for file in settings.train for row in read(file, settings)])
+    files = [read(file, settings) for file in settings.train]
+    if settings.join_sentences > 1:
+        files += [join_sentences(rows, settings.join_sentences) for rows in files]
+    rows = _mapped(settings, [row for rows in files for row in rows])
     for warning in row_warnings.find_warnings(rows):
         LOGGER.warning("%s: %s", ", ".join(settings.train), warning)
     return rows
+
+
+def join_sentences(rows: Sequence[Sentence], count: int) -> list[Sentence]:
+    """Return each `count` adjacent sentences as one row; the last row may have fewer.
+
+    A tagger that has only read single sentences has not seen a full stop within a text.
+    """
+    parts = [rows[start : start + count] for start in range(0, len(rows), count)]
+    return [
+        Sentence(
+            part[0].where,
+            [word for row in part for word in row.words],
+            [tag for row in part for tag in row.tags],
+        )
+        for part in parts
+        if len(part) > 1
+    ]
 
 
 def _mapped(settings: HeadSettings, rows: list[Any]) -> list[Any]:

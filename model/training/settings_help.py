@@ -171,6 +171,7 @@ HEAD_SETTINGS: Mapping[str, tuple[str, str]] = {
     ),
     "max_length": ("tokens of the longest input; 0 for the run's", "384"),
     "stride": ("ner and qa: tokens that adjacent windows share", "64"),
+    "join_sentences": ("ner: from 2 on, adds rows of this many adjacent sentences", "3"),
     "loss": ("embedding, scored pairs: cosent or cosine", '"cosine"'),
     "flops": ("sparse-embedding: weight of the FLOPS regularizer", "0.001"),
     "flops_ramp": ("sparse-embedding: share of the steps over which the weight rises", "0.5"),

@@ -112,6 +112,38 @@ def test_label_maps_are_checked(settings: dict[str, Any], message: str) -> None:
         HeadSettings(**{"task": "classification", "train": [], "label_map": {"a": "b"}, **settings})
 
 
+def test_adjacent_sentences_are_joined_to_more_rows(tmp_path: Path) -> None:
+    """The single sentences stay, rows are of one file, and the last row may have fewer sentences."""
+    files = []
+    for name, count in (("a", 5), ("b", 3), ("c", 1)):
+        files.append(tmp_path / f"{name}.conll")
+        rows = [f"{name}{i} B-PER\n. O\n" for i in range(count)]
+        files[-1].write_text("\n".join(rows), encoding="utf-8")
+    head = HeadSettings("ner", [*map(str, files)], join_sentences=2)
+    found = examples.read_training(head)
+    joined = ["a0 . a1 .", "a2 . a3 .", "b0 . b1 ."]  # a4, b2 and c0 have no next sentence
+    singles = [
+        f"{name}{i} ." for name, count in (("a", 5), ("b", 3), ("c", 1)) for i in range(count)
+    ]
+    assert [row.text for row in found] == singles + joined
+    assert {tuple(row.tags) for row in found[len(singles) :]} == {("B-PER", "O") * 2}
+    assert found[len(singles) + 1].where == f"{files[0]}:7"
+    (three,) = examples.join_sentences(found[5:8], 4)
+    assert three.text == "b0 . b1 . b2 ."
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"task": "ner", "join_sentences": 0}, "join_sentences: 0 is not 1 or more"),
+        ({"task": "qa", "join_sentences": 2}, "join_sentences: for ner"),
+    ],
+)
+def test_joining_is_for_sentences(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        HeadSettings(train=[], **settings)
+
+
 def weighted(settings: HeadSettings, labels: Sequence[str]) -> tuple[Head, list[ExampleStream]]:
     """The head of rows with these labels, and its streams."""
     rows = [Text("", "a", None, (label,)) for label in labels]
