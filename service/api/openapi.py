@@ -125,7 +125,7 @@ EXAMPLES: dict[type[Request], Object] = {
     QaRequest: {
         "one question": {
             "question": "When does the bakery open?",
-            "context": "The bakery opens at six o'clock, and the café next to it at nine.",
+            "context": "The bakery on Mill Street opens at six o'clock and sells out by ten.",
         },
         "several questions, or no answer": {
             "inputs": [

@@ -20,7 +20,7 @@ export const EXAMPLES = {
       inputs: "Ada Lovelace met Charles Babbage in London in 1833. Her notes on his engine are kept today at Oxford.",
     },
     "With emoji": {
-      inputs: "🎉 Anna Schmidt left Siemens in Munich on Friday, and 👩‍🚀 she starts at Microsoft in Oslo in May.",
+      inputs: "🎉 On Friday Anna Schmidt leaves Siemens in Munich, and 👩‍🚀 in May she starts at Microsoft in Oslo.",
     },
   },
   answers: {
@@ -33,8 +33,8 @@ export const EXAMPLES = {
       context: "The town had argued about a crossing for thirty years. In the end the bridge was designed by Ines Valdor, a young engineer who had never built in stone, and the mason Peter Hult carried out her plan with forty men. Farmers paid for half of it in grain.",
     },
     "No answer": {
-      question: "How tall is the tower?",
-      context: "The island has one road, two farms and a chapel. The ferry calls on Tuesdays when the sea allows it.",
+      question: "How old is the chapel?",
+      context: "Marta keeps bees on the roof of the school, and sells the honey at the market.",
       handle_impossible_answer: true,
     },
   },
