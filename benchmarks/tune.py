@@ -17,7 +17,8 @@ from typing import Any
 from benchmarks.lib import machine, rounds, run_record, servers, traffic
 from benchmarks.lib.servers import Server
 from service.core import bundle
-from service.settings import PREFIX, usable_cores
+from service.settings import usable_cores
+from service.variables import PREFIX
 
 CALMEST, BUSIEST = 1, 32  # connections
 TASKS = {"embedding": "embed", "classification": "classify", "ner": "ner"}

@@ -24,15 +24,14 @@ from service.observability import logs
 from service.processes.supervisor import Processes
 from service.server.unix_socket import UnixListener
 from service.settings import (
-    NOT_FLAGS,
     Settings,
     flag,
     ignored_variables,
     unknown_variables,
     usable_cores,
-    variable,
 )
 from service.settings_sources import ConfigError, KeySource, configure, report
+from service.variables import NOT_FLAGS, variable
 
 TELEMETRY_OFF = (
     "ORT_DISABLE_TELEMETRY"  # of ONNX Runtime; service.core.session sets it to 1 where it is unset

@@ -24,8 +24,8 @@ from pydantic_settings import (
 )
 
 from service.keys import PLAIN, Keys
+from service.variables import PREFIX, is_ours, variable
 
-PREFIX = "QUARTET_"
 ORIGIN = r"https?://[a-z0-9.-]+(:\d+)?|https?://\[[0-9a-f:.]+\](:\d+)?"  # as browsers write it
 # The names that Kubernetes makes of a Service's, and Docker of a link's: https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables
 LINK = re.compile(
@@ -33,8 +33,6 @@ LINK = re.compile(
 )
 LINK_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
 MOST_UDS_BYTES = 107  # which the kernel keeps with a terminator in 108
-NOT_FLAGS = frozenset({"api_key", "keys"})  # everybody on a machine can read command lines
-
 
 RootDialect = Literal["native", "hf", "infinity", "openai", "tei"]
 
@@ -414,20 +412,6 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     return [
         f"{PREFIX}{name} is not a setting{did_you_mean(name, known, PREFIX)}" for name in unknown
     ]
-
-
-def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the variables of settings that are secret, for a child process."""
-    secret = {variable(name) for name in NOT_FLAGS}
-    return {name: value for name, value in environ.items() if name.upper() not in secret}
-
-
-def is_ours(variable: str) -> bool:
-    return variable.upper().startswith(PREFIX)
-
-
-def variable(name: str) -> str:
-    return PREFIX + name.upper()
 
 
 def flag(name: str) -> str:

@@ -12,8 +12,9 @@ from typing import Any
 from pydantic import SecretStr, ValidationError
 
 from service.keys import ONLY, Key, Keys, digest, join_keys, read_keys
-from service.settings import Settings, Variables, did_you_mean, flag, variable
+from service.settings import Settings, Variables, did_you_mean, flag
 from service.token_table import read_token_table
+from service.variables import variable
 
 FILE = Path("quartet.toml")  # read when no other file is named
 BUNDLES = Path("bundles")  # searched when no bundle is named

@@ -28,8 +28,9 @@ from service.core import bundle
 from service.core.bundle import Manifest, Provenance
 from service.errors import QuartetError, kinds
 from service.keys import read_keys
-from service.settings import NOT_FLAGS, Settings, flag, variable
+from service.settings import Settings, flag
 from service.settings_sources import configure
+from service.variables import NOT_FLAGS, variable
 from tests import reference_pages
 from tests.words import avoided, find_files
 

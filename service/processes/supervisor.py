@@ -44,8 +44,9 @@ from service.processes.control_channel import (
     ChildControl,
     Report,
 )
-from service.settings import Settings, without_secrets
+from service.settings import Settings
 from service.settings_sources import CANNOT_GO_ON, KeySource
+from service.variables import without_secrets
 
 log = structlog.get_logger()
 

@@ -15,7 +15,8 @@ from structlog.typing import EventDict
 from service.api.app import create_app
 from service.observability.logs import add_names
 from service.observability.metrics import Metrics
-from service.settings import PREFIX, Settings
+from service.settings import Settings
+from service.variables import PREFIX
 from tests.service.fakes import FakeEngine, FakeEngines
 
 

@@ -17,7 +17,8 @@ from service.__main__ import bind, bind_unix, main, reserve
 from service.processes import single_process
 from service.server.server import Server
 from service.server.sockets import url_of
-from service.settings import NOT_FLAGS, Settings
+from service.settings import Settings
+from service.variables import NOT_FLAGS
 
 CLIENTS = 16
 BODY = b'{"inputs": "a"}'
