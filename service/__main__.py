@@ -2,9 +2,13 @@
 
 if __name__ == "__main__":
     # Before the other imports, because they start threads, and process 1 would lose signals during the imports.
+    import sys
+
     from service.process_signals import at_start
+    from service.processes.child_process import start_early
 
     at_start()
+    start_early(sys.argv[1:])
 
 import argparse
 import asyncio
@@ -21,6 +25,7 @@ from pydantic.fields import FieldInfo
 from service import __version__
 from service.core.cuda import has_gpu
 from service.observability import logs
+from service.processes.child_process import drop_early
 from service.processes.supervisor import Processes
 from service.server.unix_socket import UnixListener
 from service.settings import (
@@ -69,6 +74,7 @@ def serve(settings: Settings, source: KeySource | None = None) -> None:
     """Serve until a stop signal; source: from which API keys are read again."""
     if settings.runtime_telemetry and not os.environ.get(TELEMETRY_OFF):
         os.environ[TELEMETRY_OFF] = "0"  # before a process loads the library; children inherit it
+        drop_early()  # it has inherited the former value
     reserved: list[socket.socket] = []
     if settings.uds is None:
         listeners = [bind(settings.host, settings.port)]
@@ -88,6 +94,7 @@ def serve(settings: Settings, source: KeySource | None = None) -> None:
         settings = settings.model_copy(update={"http_workers": workers})
         if workers:
             sys.exit(asyncio.run(Processes(settings, listeners, source).run()))
+        drop_early()
         from service.processes.single_process import (
             serve_alone,  # the main process of several processes does not need it
         )

@@ -27,7 +27,10 @@ def main() -> None:
     role, parent, control, *listener = sys.argv[1:]
     # Until it serves; after that, it completes its accepted requests.
     die_with_parent(True, int(parent))
-    settings, resume = read_brief(sys.stdin.buffer.read())
+    told = sys.stdin.buffer.read()
+    if not told:
+        return  # the main process ended before it had read its settings
+    settings, resume = read_brief(told)
     logs.configure(settings.log_level, settings.log_format, sys.stderr)
     end_within_s = settings.drain_s + health.KILL_AFTER_S
     heard = ControlChannel(socket.socket(fileno=int(control)), end_within_s)

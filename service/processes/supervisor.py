@@ -12,13 +12,9 @@ before any child of its role has served, the service ends.
 
 import asyncio
 import json
-import os
 import signal
-import site
 import socket
-import sys
 import time
-from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -28,13 +24,14 @@ from typing import Any
 
 import structlog
 
-import service
 from service import health
 from service.health import LastSign, StallClock
 from service.key_file_watcher import KeyFiles
 from service.keys import Keys, dump_keys
 from service.memory_limit import explain_kill, oom_kills
 from service.process_signals import reap_orphans, stop_signals
+from service.processes import child_process
+from service.processes.child_process import ChildProcess
 from service.processes.control_channel import (
     DRAIN,
     KEYS,
@@ -46,7 +43,6 @@ from service.processes.control_channel import (
 )
 from service.settings import Settings
 from service.settings_sources import CANNOT_GO_ON, KeySource
-from service.variables import without_secrets
 
 log = structlog.get_logger()
 
@@ -64,7 +60,7 @@ class Child:
     """
 
     role: str
-    process: Process
+    process: ChildProcess
     control: ChildControl
     last_report: LastSign
     last_repeat: LastSign
@@ -189,30 +185,10 @@ class Processes:
 
     async def _start(self, role: str) -> Child:
         """Start a child and connect it. Raises OSError."""
-        ours, theirs = socket.socketpair()
-        listeners = self._listeners if role == "http" else ()
-        inherited = [end.fileno() for end in (theirs, *listeners)]
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *(*child_python(), "-m", "service.processes.child_main", role),
-                *map(str, (os.getpid(), *inherited)),
-                stdin=PIPE,
-                env=without_secrets(os.environ),
-                pass_fds=inherited,
-                process_group=0,  # a signal from a terminal reaches only the main process
-            )
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        assert process.stdin is not None
+        process = child_process.start(role, self._listeners if role == "http" else ())
         keys = self._settings.keys
-        with suppress(BrokenPipeError, ConnectionResetError):
-            process.stdin.write(brief(self._settings, self._resume))
-            await process.stdin.drain()
-        process.stdin.close()
-        control = ChildControl(ours, lambda report: self._hear(child, report))
+        await process.give_brief(brief(self._settings, self._resume))
+        control = ChildControl(process.control, lambda report: self._hear(child, report))
         last_report, last_repeat = LastSign(self._stall_clock), LastSign(self._stall_clock)
         child = Child(role, process, control, last_report, last_repeat)
         self._introduce(child)
@@ -352,8 +328,7 @@ class Processes:
 
     def _end(self, child: Child) -> None:
         child.killed = True
-        with suppress(ProcessLookupError):
-            child.process.kill()
+        child.process.kill()
 
 
 def exit_reason(child: Child, status: int) -> dict[str, object]:
@@ -362,16 +337,6 @@ def exit_reason(child: Child, status: int) -> dict[str, object]:
     if is_foreign_kill and (problem := explain_kill(child.oom_kills)):
         return {"problem": problem}
     return {"status": status}
-
-
-def child_python() -> Sequence[str]:
-    """Return the interpreter's command line for a child.
-
-    An installed service ignores the working directory, where a user's module may have the name of one of ours.
-    """
-    folders = {*site.getsitepackages(), site.getusersitepackages()}
-    is_installed = str(Path(service.__file__).parent.parent) in folders
-    return [sys.executable, "-P"] if is_installed else [sys.executable]
 
 
 def brief(settings: Settings, resume: object) -> bytes:
