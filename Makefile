@@ -32,7 +32,7 @@ help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
 	@echo "Variables: BUNDLE=$(BUNDLE) HOST=$(HOST) PORT=$(PORT) PYTHON=$(PYTHON)"
 
-serve: $(VENV)/.serve ## Serve BUNDLE on HOST:PORT, with the serving requirements only (no torch)
+serve: $(VENV)/.serve $(VENV)/.bytecode ## Serve BUNDLE on HOST:PORT, with the serving requirements only (no torch)
 	@echo "Serving $(BUNDLE) on http://$(HOST):$(PORT)"
 	@exec $(RUN) -m service $(BUNDLE) --host $(HOST) --port $(PORT)
 
@@ -136,6 +136,11 @@ $(VENV)/.serve: $(VENV)/.python pyproject.toml constraints.txt deploy/requiremen
 	@echo "Installing the serving requirements (about half a minute)"
 	@$(RUN) deploy/requirements.py $(DEVICE) > $(VENV)/serve.txt
 	@$(PIP) install --constraint constraints.txt --requirement $(VENV)/serve.txt
+	@touch $@
+
+# Where PYTHONDONTWRITEBYTECODE is set, every start would compile the service anew, for a fifth of a second.
+$(VENV)/.bytecode: $(VENV)/.python $(shell find service -name '*.py')
+	@$(RUN) -m compileall -q service
 	@touch $@
 
 $(VENV)/.audit: $(VENV)/.python
