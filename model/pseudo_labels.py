@@ -18,10 +18,11 @@ import numpy as np
 from model import evaluate
 from model.checkpoints.source import read_source
 from model.data import checksums, examples
+from model.data.checksums import DataError
 from model.data.corpus import documents, sentences
+from model.data.file_records import parse_json
 from model.data.labelled_rows import Sentence, Text
-from model.data.labelled_rows import read as read_rows
-from model.data.text_files import write_gzip
+from model.data.text_files import read_lines, write_gzip
 from model.heads import EncoderWithHeads
 from model.training import optim
 from service.core import bundle, decode, tags
@@ -36,16 +37,24 @@ WORD = re.compile(r"(?:[A-Z]\.){2,}|\w+(?:[-'’.,&/]\w+)*|[^\w\s]")
 
 
 def read_passages(file: Path) -> Iterator[list[str]]:
-    """Yield the sentences of each paragraph of plain text, or of each text of a `.jsonl.gz` file with labels.
+    """Yield the sentences of each paragraph of plain text, or of the `text` of each row of JSON lines.
 
-    Raises DataError for a file that cannot be read.
+    Raises DataError for a file that cannot be read, and for a row without a text.
     """
     if ".jsonl" in file.suffixes:
-        for row in read_rows(file, "classification"):
-            yield sentences(row.text)
+        for number, line in read_lines(file):
+            if line.strip():
+                yield sentences(_text_of(f"{file}:{number}", line))
         return
     for paragraphs in documents([file]):
         yield from map(sentences, paragraphs)
+
+
+def _text_of(where: str, line: str) -> str:
+    text = parse_json(where, line).get("text")
+    if not isinstance(text, str):
+        raise DataError(f"{where}: no text")
+    return text
 
 
 def choose_texts(files: Sequence[Path], count: int, longest: int, seed: int) -> list[str]:
@@ -155,7 +164,10 @@ def main() -> None:
     parser.add_argument("checkpoint", help="the teacher: a directory or a hub name")
     parser.add_argument("out", type=Path, help="a .jsonl.gz or .conll.gz file")
     parser.add_argument(
-        "files", type=Path, nargs="+", help="plain text, or .jsonl.gz rows whose labels are ignored"
+        "files",
+        type=Path,
+        nargs="+",
+        help="plain text, or JSON lines with a text each (.jsonl, .jsonl.gz)",
     )
     parser.add_argument("--head", default="", help="of the teacher, where it has several")
     parser.add_argument("--texts", type=int, default=20_000, metavar="N")

@@ -161,14 +161,27 @@ def test_texts_come_evenly_from_each_file(tmp_path: Path) -> None:
     assert sum("short" in text for text in texts) >= 9
 
 
-def test_texts_of_labelled_rows_are_sentences(tmp_path: Path) -> None:
-    """The labels of the rows are ignored; very short and very long sentences are left out."""
+def test_texts_of_json_lines_are_sentences(tmp_path: Path) -> None:
+    """Labels are ignored, and may be missing; very short and very long sentences are left out."""
     path = tmp_path / "reviews.jsonl.gz"
     long = " ".join(["very"] * 80)
-    reviews = [f"We liked the food a lot. Good. It was {long} nice.", "The soup was cold again."]
-    write_gzip(path, [json.dumps({"text": text, "label": "x"}) + "\n" for text in reviews])
+    rows = [
+        {"text": f"We liked the food a lot. Good. It was {long} nice.", "label": "x"},
+        {"text": "The soup was cold again."},
+    ]
+    write_gzip(path, [json.dumps(row) + "\n" for row in rows])
     texts = pseudo_labels.choose_texts([path], 10, 1, seed=1)
     assert sorted(texts) == ["The soup was cold again.", "We liked the food a lot."]
+
+
+def test_a_row_without_a_text_is_named(
+    tmp_path: Path, tokenizer_file: Path, run: Callable[..., None]
+) -> None:
+    path = tmp_path / "reviews.jsonl"
+    path.write_text('{"text": "The soup was cold again."}\n{"label": "x"}\n', encoding="utf-8")
+    checkpoint = save(tmp_path / "teacher", tokenizer_file, "tone")
+    with pytest.raises(SystemExit, match=r"reviews\.jsonl:2: no text"):
+        run(checkpoint, tmp_path / "a.jsonl.gz", path)
 
 
 @pytest.mark.parametrize(
