@@ -19,7 +19,10 @@ from service.core.encode import Window
 MOST_MASKS = (
     32  # rows of a head over the vocabulary for each sequence; limits the memory of a batch
 )
-CUDA_MULTIPLE = 8  # S is rounded up to it, because ONNX Runtime's memory-efficient attention requires it for a bias
+# S of a packed graph is a multiple of it. Kernels compute 8 or 16 numbers of a row at a time, and sum a remainder in
+# another order. Without a remainder, a text's attention does not depend on the longest text of its batch. CUDA's
+# memory-efficient attention requires a multiple of 8 for a bias.
+SLOT_MULTIPLE = 16
 
 Ints = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -45,21 +48,26 @@ class Layout:
 
     @property
     def longest(self) -> int:
-        """S, the length of the longest sequence."""
+        """S, the slots of a row: the length of the longest sequence, unless the layout was widened."""
         return int(self.unpack.shape[1])
 
-    def token_offset(self, multiple: int = 1) -> Int32s:
-        """Return `[B, S]` flat slots, first the real tokens' slots, then the padding slots (CUDA's packed attention).
+    def widen(self, multiple: int) -> "Layout":
+        """Return the layout with padding slots up to the next multiple of `multiple` slots in each row."""
+        longest = self.longest
+        added = -longest % multiple
+        if not added:
+            return self
+        padding = np.repeat(self.unpack[:, :1], added, axis=1)
+        unpack = np.concatenate([self.unpack, padding], axis=1)
+        pack = self.pack + self.pack // longest * added
+        return Layout(self.lengths, self.attended, unpack, pack, self.cu_seqlens)
 
-        Here S is the length of the longest sequence, rounded up to a multiple of `multiple`.
-        """
-        batch, longest = self.unpack.shape
-        columns = round_up(longest, multiple)
-        pack = self.pack // longest * columns + self.pack % longest
-        padding = np.ones(batch * columns, dtype=bool)
-        padding[pack] = False
-        offsets = np.concatenate([pack, np.flatnonzero(padding)])
-        return offsets.astype(np.int32).reshape(batch, columns)
+    def token_offset(self) -> Int32s:
+        """Return `[B, S]` flat slots for CUDA's packed attention: the real tokens' slots, then the padding slots."""
+        padding = np.ones(self.unpack.size, dtype=bool)
+        padding[self.pack] = False
+        offsets = np.concatenate([self.pack, np.flatnonzero(padding)])
+        return offsets.astype(np.int32).reshape(self.unpack.shape)
 
 
 @dataclass(frozen=True, slots=True)

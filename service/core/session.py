@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from service.core import cuda
 from service.core.bundle import Bundle, BundleError, Golden, Graph, Precision, check_goldens
 from service.core.packing import (
-    CUDA_MULTIPLE,
+    SLOT_MULTIPLE,
     Ints,
     Packed,
     each,
@@ -200,13 +200,12 @@ class Session:
         return outputs
 
 
-def packed_feeds(packed: Packed, inputs: Collection[str], multiple: int = CUDA_MULTIPLE) -> Feeds:
+def packed_feeds(packed: Packed, inputs: Collection[str]) -> Feeds:
     """Return the possible inputs of a packed graph; `token_offset` is computed only for a graph that has this input.
 
     inputs: the names of the graph's inputs
-    multiple: S of `token_offset` is rounded up to it
     """
-    layout = packed.layout
+    layout = packed.layout.widen(SLOT_MULTIPLE)
     feeds: Feeds = {
         "input_ids": packed.input_ids,
         "token_type_ids": packed.token_type_ids,
@@ -217,7 +216,7 @@ def packed_feeds(packed: Packed, inputs: Collection[str], multiple: int = CUDA_M
         "cu_seqlens": layout.cu_seqlens,
     }
     if "token_offset" in inputs:
-        feeds["token_offset"] = layout.token_offset(multiple)
+        feeds["token_offset"] = layout.token_offset()
     return feeds
 
 

@@ -17,7 +17,7 @@ from service import health
 from service.core.bundle import Bundle, BundleError, BundleTexts, read_texts
 from service.core.cuda import find_gpu
 from service.core.encode import Window
-from service.core.packing import CUDA_MULTIPLE, count_masks, pack, row_starts, split
+from service.core.packing import SLOT_MULTIPLE, count_masks, pack, row_starts, split
 from service.core.session import (
     CPU,
     CUDA,
@@ -177,7 +177,7 @@ def full_shapes(max_length: int, tokens: int, size: int, area: float) -> list[tu
     """
     length = max_length
     if tokens * max_length > area:
-        length = max(int(area / tokens) // CUDA_MULTIPLE * CUDA_MULTIPLE, CUDA_MULTIPLE)
+        length = max(int(area / tokens) // SLOT_MULTIPLE * SLOT_MULTIPLE, SLOT_MULTIPLE)
         length = min(length, max_length)
     full = max(min(size, tokens // length), 1), length
     return [full] if length == max_length else [full, (1, max_length)]

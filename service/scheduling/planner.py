@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from service.core.packing import CUDA_MULTIPLE, round_up
+from service.core.packing import SLOT_MULTIPLE, round_up
 from service.scheduling.cost_model import Cost
 from service.scheduling.entries import Entry
 from service.scheduling.fair_queue import FairQueue, ModelStatistics
@@ -19,7 +19,7 @@ class Budget(NamedTuple):
     size: entries
     share: tokens of the batch's share of the waiting tokens
     area: B * S * S of B sequences, which limits the memory of attention on a GPU; S is the longest, rounded up to
-        `CUDA_MULTIPLE`
+        `SLOT_MULTIPLE`
     """
 
     tokens: int
@@ -82,7 +82,7 @@ def _cheapest(lead: Entry, others: Sequence[Entry], cost: Cost, budget: Budget) 
 
 def area(size: int, longest: int) -> int:
     """Return B * S * S of a batch, as `Budget.area` counts it."""
-    return size * round_up(longest, CUDA_MULTIPLE) ** 2
+    return size * round_up(longest, SLOT_MULTIPLE) ** 2
 
 
 class Planner:

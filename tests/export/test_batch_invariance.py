@@ -11,7 +11,7 @@ import pytest
 from export.verify import BATCH_TOLERANCE, RunGraph, graph_runner
 from service.core import bundle, packing
 from service.core.bundle import Bundle
-from service.core.encode import Encoder, Encoding
+from service.core.encode import Encoder, Encoding, Window
 from service.core.session import CPU, BatchOutputs, Session, SessionOptions
 from tests import samples
 
@@ -24,6 +24,7 @@ SERVED = [
     ("mini_bundle", "int8"),
 ]
 
+TEXTS = 5000
 HOSTILE = {
     "as long as can be": samples.text(600, seed=99),
     "outliers": f"{samples.OUTLIER} " * 40,
@@ -86,6 +87,30 @@ def test_place_in_the_batch(served: Served) -> None:
     """Nor does the place that it has in the batch."""
     backwards = served.run(served.encodings[::-1])
     assert served.worst(backwards[::-1]) <= BATCH_TOLERANCE
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", ["minilm_bundle", "mini_bundle"])
+def test_thousands_of_texts(request: pytest.FixtureRequest, name: str, threads: int) -> None:
+    """At int8, none of 5,000 texts of up to 512 tokens differs between alone and three shuffles in batches of 32."""
+    opened = bundle.load(request.getfixturevalue(name))
+    (record,) = (g for g in opened.manifest.graphs if g.precision == "int8")
+    run = graph_runner(opened, record, threads)
+    rng = np.random.default_rng(0)
+    lengths = np.exp(rng.uniform(0, np.log(opened.manifest.max_length), TEXTS)).round().astype(int)
+    ids = [rng.integers(opened.manifest.vocabulary.size, size=length) for length in lengths]
+    windows = [Window(each, np.zeros_like(each)) for each in ids]
+    alone = [run([window])[0] for window in windows]
+    for _ in range(3):
+        order = rng.permutation(TEXTS).tolist()
+        for start in range(0, TEXTS, 32):
+            rows = order[start : start + 32]
+            for row, outputs in zip(rows, run([windows[row] for row in rows]), strict=True):
+                for head, expected in alone[row].items():
+                    difference = np.abs(expected - outputs[head]).max()
+                    assert difference <= BATCH_TOLERANCE, (head, len(windows[row]))
 
 
 def test_usual_int8_fails_this_test(tiny_bundle: Path, tmp_path: Path) -> None:

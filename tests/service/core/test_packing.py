@@ -1,6 +1,5 @@
 """A packed batch holds every token once, and its layout says where each stands in a rectangle."""
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,11 +74,24 @@ class TestLayout:
             assert set(layout.unpack[row, length:].tolist()) <= {layout.cu_seqlens[row]}
 
     @given(LENGTHS, st.sampled_from([1, 3, 8]))
-    def test_token_offset(self, lengths: list[int], multiple: int) -> None:
-        """`token_offset` lists the slots of all real tokens in order, then the padding slots; S is a multiple."""
-        columns = next(n for n in itertools.count(max(lengths)) if n % multiple == 0)
+    def test_wider_rows(self, lengths: list[int], multiple: int) -> None:
+        """A widened layout has the next multiple of slots in a row: the tokens' own, and padding."""
+        layout = make_layout(lengths)
 
-        found = make_layout(lengths).token_offset(multiple)
+        wide = layout.widen(multiple)
+
+        assert 0 == wide.longest % multiple <= wide.longest - max(lengths) < multiple
+        rows, columns = np.divmod(layout.pack, layout.longest)
+        np.testing.assert_array_equal(rows * wide.longest + columns, wide.pack)
+        np.testing.assert_array_equal(layout.unpack, wide.unpack[:, : layout.longest])
+        assert (wide.unpack[:, layout.longest :] == wide.unpack[:, :1]).all()
+
+    @given(LENGTHS)
+    def test_token_offset(self, lengths: list[int]) -> None:
+        """`token_offset` lists the slots of all real tokens in order, then the padding slots."""
+        columns = max(lengths)
+
+        found = make_layout(lengths).token_offset()
 
         assert (len(lengths), columns) == found.shape
         real = [

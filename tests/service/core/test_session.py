@@ -20,7 +20,7 @@ import pytest
 from service.core import bundle, packing
 from service.core.bundle import Bundle, BundleError
 from service.core.encode import Encoder
-from service.core.packing import Packed, make_layout, positions
+from service.core.packing import SLOT_MULTIPLE, Packed, make_layout, positions
 from service.core.session import (
     CPU,
     CUDA,
@@ -208,7 +208,7 @@ def test_hidden_tokens_are_masked() -> None:
     packed = Packed(ids, 0 * ids, packing.positions(layout), layout)
     assert [[1, 0, 0], [1, 0, 0]] == padded_feeds(packed)["attention_mask"].tolist()
     feeds = packed_feeds(packed, ())
-    assert ([1, 1], [0, 1, 2, 3]) == (feeds["lengths"].tolist(), feeds["pack"].tolist())
+    assert ([1, 1], [0, 1, 2, SLOT_MULTIPLE]) == (feeds["lengths"].tolist(), feeds["pack"].tolist())
 
 
 def test_shapes(opened: Bundle, packed: Packed) -> None:
@@ -589,8 +589,8 @@ def test_scores_on_a_cpu(opened: Bundle) -> None:
 def test_only_cuda_is_fed_its_layout(packed: Packed) -> None:
     """The slots of `token_offset` are made for a graph that takes them, and for no other."""
     fed = packed_feeds(packed, {"input_ids", "token_offset"})["token_offset"]
-    np.testing.assert_array_equal(packed.layout.token_offset(8), fed)
-    assert 0 == fed.shape[1] % 8 < packed.layout.longest % 8
+    np.testing.assert_array_equal(packed.layout.widen(SLOT_MULTIPLE).token_offset(), fed)
+    assert 0 == fed.shape[1] % SLOT_MULTIPLE < packed.layout.longest % SLOT_MULTIPLE
     assert "token_offset" not in packed_feeds(packed, {"input_ids", "unpack", "pack"})
 
 
