@@ -25,7 +25,7 @@ PIP  := $(RUN) -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve train setup test test-all fuzz check chaos format docs audit clean
+.PHONY: help serve train setup test test-all nightly fuzz check chaos format docs audit clean
 .PHONY: client-environments clients compat families bench bench-goals bench-faults bench-limit bench-peers bench-gpu bench-train bench-pretraining tune
 
 help: ## List the targets
@@ -44,13 +44,19 @@ train: $(VENV)/.test ## Train a head on DATA and write bundles/NAME (TASK=classi
 
 setup: $(VENV)/.test ## Install the requirements of training, export and tests
 
-test: check ## Run make check, then every test that is neither slow nor exclusive (eight minutes; ARGS="-k ..." for some)
-	@echo "Running the tests that are neither slow nor exclusive"
-	@OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not slow and not exclusive" $(TEST_OPTIONS)
+test: check ## Run make check, then every test without a marker (some minutes; ARGS="-k ..." for some)
+	@echo "Running the tests without a marker"
+	@OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not slow and not exclusive and not nightly" $(TEST_OPTIONS)
 
 test-all: client-environments ## Run the slow and the exclusive tests: with make test, all that CI runs (ARGS="-k ..." for some)
 	@echo "Running the slow and the exclusive tests"
-	@OMP_NUM_THREADS=1 $(RUN) -m pytest -m "slow or exclusive" $(TEST_OPTIONS)
+	@OMP_NUM_THREADS=1 $(RUN) -m pytest -m "(slow or exclusive) and not nightly" $(TEST_OPTIONS)
+
+nightly: client-environments ## Run soaks, storms, overload and thousands of inputs, then make chaos and make fuzz (hours; needs an idle machine)
+	@echo "Running the nightly tests"
+	@OMP_NUM_THREADS=1 $(RUN) -m pytest -m nightly --durations 10 $(ARGS)
+	@$(MAKE) --no-print-directory chaos
+	@$(MAKE) --no-print-directory fuzz
 
 clients: client-environments ## Call the service with unmodified clients of other servers; print each call and its result
 	@$(RUN) -m tests.e2e.client_calls

@@ -21,7 +21,7 @@ from tests.conftest import ROOT
 from tests.e2e.clients import Client, Expected, asking, lone_answers, seen_by, wrong_of
 from tests.e2e.conftest import Server, children, serving
 
-pytestmark = [pytest.mark.e2e, pytest.mark.exclusive, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.exclusive, pytest.mark.nightly]
 
 CLIENTS = 6
 SHARE = 0.05  # of one core, for all attacks together

@@ -20,7 +20,7 @@ from tests import samples
 from tests.e2e.calls import Call, embed_calls, same_answer
 from tests.e2e.conftest import LIVENESS_S, Server, serving, until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.exclusive]
+pytestmark = [pytest.mark.e2e, pytest.mark.exclusive, pytest.mark.nightly]
 
 DEADLINE_MS = 2000
 TIMES = 10  # its capacity

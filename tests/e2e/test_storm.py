@@ -13,7 +13,7 @@ from tests.e2e.clients import asking, lone_answers, seen_by, wrong_of
 from tests.e2e.conftest import Server, kill_inference, serving, until
 from tests.e2e.test_models import Desk, desk
 
-pytestmark = [pytest.mark.e2e, pytest.mark.exclusive]
+pytestmark = [pytest.mark.e2e, pytest.mark.exclusive, pytest.mark.nightly]
 
 CLIENTS = 6
 KILL_EVERY_S = 4.0

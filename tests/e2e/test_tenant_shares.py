@@ -17,7 +17,7 @@ from service.keys import make_key, record
 from tests import samples
 from tests.e2e.conftest import Server, serving
 
-pytestmark = [pytest.mark.e2e, pytest.mark.exclusive]
+pytestmark = [pytest.mark.e2e, pytest.mark.exclusive, pytest.mark.nightly]
 
 APP, CRAWLER = make_key(), make_key()
 DOTS = json.dumps({"inputs": "." * 250_000}).encode()  # a token each: the most expensive text
