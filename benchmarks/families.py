@@ -38,8 +38,9 @@ from model.families.spec import Family
 from model.heads import EncoderWithHeads
 from model.training.capture import capture
 from service.core import packing
+from service.core.cpu import CPU
 from service.core.packing import Packed, each
-from service.core.session import CPU, SessionOptions, open_graph, packed_feeds, padded_feeds
+from service.core.session import SessionOptions, open_graph, packed_feeds, padded_feeds
 from service.settings import usable_cores
 
 MARKS = "<!-- families: begin -->", "<!-- families: end -->"

@@ -26,9 +26,11 @@ from benchmarks import limit
 from benchmarks.lib import machine, models, rounds, run_record, servers, traffic
 from service.core import bundle
 from service.core.bundle import Bundle
+from service.core.cuda import CUDA
+from service.core.device_kind import DeviceKind
 from service.core.encode import Encoding
 from service.core.packing import pack
-from service.core.session import CUDA, Session, SessionOptions, cuda_problem, ort
+from service.core.session import Session, SessionOptions, device_problem, ort
 from service.settings import usable_cores
 
 SIDE = 8192  # of the square matrices whose product is the device's rate
@@ -47,7 +49,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--out", type=Path, help="the JSON file; one in benchmarks/results else")
     given = parser.parse_args()
-    if problem := cuda_problem():
+    if problem := device_problem(CUDA):
         print(f"bench-gpu: nothing measured: {problem}", file=sys.stderr)
         return 1
     with tempfile.TemporaryDirectory() as folder:
@@ -83,7 +85,7 @@ def measure(
     number: int,
     seconds: float,
     *,
-    provider: str = CUDA,
+    kind: DeviceKind = CUDA,
     precisions: Sequence[str] = ("fp16", "fp32"),
     side: int = SIDE,
     batches: Sequence[int] = BATCHES,
@@ -93,7 +95,7 @@ def measure(
     text = repeated(first, TOKENS)
     sessions = {
         precision: Session(
-            full, limit.packed_graph(full, precision), provider, SessionOptions(usable_cores())
+            full, limit.packed_graph(full, precision), kind, SessionOptions(usable_cores())
         )
         for precision in precisions
     }
@@ -105,10 +107,10 @@ def measure(
                 runs = per_second(lambda p=precision, x=packed: sessions[p].run(x), seconds)
                 bare[precision][size].append(runs * size * TOKENS)
     sessions.clear()  # the servers are to have the device's memory
-    http = through_http(full.path, scratch, precisions, provider, number, seconds)
+    http = through_http(full.path, scratch, precisions, kind, number, seconds)
     found = {}
     for precision in precisions:
-        rate = matmul_rate(TYPES[precision], side, provider)
+        rate = matmul_rate(TYPES[precision], side, kind)
         flops = limit.flops_per_token(full, precision, [text])
         found[precision] = {
             "matmul_tflops": rate / 1e12,
@@ -136,22 +138,21 @@ def per_second(work: Callable[[], object], seconds: float) -> float:
     return count / (time.perf_counter() - began)
 
 
-def matmul_rate(kind: type, side: int, provider: str) -> float:
+def matmul_rate(number: type, side: int, kind: DeviceKind) -> float:
     """Operations per second of the runtime's own matrix product, the best of 20; matrices stay on the device."""
-    device = "cuda" if provider == CUDA else "cpu"
-    element = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(kind))
+    element = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(number))
     values = [onnx.helper.make_tensor_value_info(n, element, [side, side]) for n in "abc"]
     product = onnx.helper.make_node("MatMul", ["a", "b"], ["c"])
     graph = onnx.helper.make_graph([product], "product", values[:2], values[2:])
     opsets = [onnx.helper.make_opsetid("", 17)]
     model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=9)
-    options = [(provider, {"use_tf32": "0"} if provider == CUDA else {})]
+    options = [(kind.provider, kind.options)]
     session = ort.InferenceSession(model.SerializeToString(), providers=options, enable_fallback=0)
     binding = session.io_binding()
-    matrix = np.random.default_rng(0).standard_normal((side, side)).astype(kind)
+    matrix = np.random.default_rng(0).standard_normal((side, side)).astype(number)
     for name in "ab":
-        binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(matrix, device, 0))
-    binding.bind_output("c", device)
+        binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(matrix, kind.name, 0))
+    binding.bind_output("c", kind.name)
     binding.synchronize_inputs()  # copies are asynchronous, and a run does not wait for them
     best = min(limit.timed(lambda: session.run_with_iobinding(binding)) for _ in range(20))
     return 2 * side**3 / best
@@ -161,14 +162,14 @@ def through_http(
     path: Path,
     scratch: Path,
     precisions: Sequence[str],
-    provider: str,
+    kind: DeviceKind,
     number: int,
     seconds: float,
 ) -> dict[str, dict[int, float]]:
     """Texts per second by connections: the news mix, in requests of 64."""
     texts = traffic.texts(traffic.MIXES["news"], count=10 * PER_REQUEST)
     requests = [texts[at : at + PER_REQUEST] for at in range(0, len(texts), PER_REQUEST)]
-    env = {"QUARTET_PROVIDER": "cuda" if provider == CUDA else "cpu"}
+    env = {"QUARTET_PROVIDER": kind.name}
     chosen = [replace(servers.quartet(precision), env=env) for precision in precisions]
     tested = rounds.measure(
         chosen,

@@ -34,9 +34,10 @@ from benchmarks.lib.load_generator import request_bytes
 from benchmarks.lib.onnxruntime_baseline import make_handler, packed_graph
 from benchmarks.lib.servers import WINDOW, Call, Running, Server
 from service.core import bundle
+from service.core.cpu import CPU
 from service.core.encode import Encoder, Window
 from service.core.packing import pack
-from service.core.session import CPU, Session, SessionOptions, keep_freed_memory
+from service.core.session import Session, SessionOptions, keep_freed_memory
 from service.settings import usable_cores
 
 LENGTHS = (5, 25, 50, 256)  # tokens

@@ -21,9 +21,10 @@ from onnx import helper
 from export import trace_graphs
 from export.passes.fold import fold
 from export.passes.graph_utils import TRUNK, drop_unused_nodes, is_trunk_product
+from service.core.cpu import CPU
 from service.core.encode import Encoder, Window
 from service.core.packing import pack
-from service.core.session import CPU, SessionOptions, open_graph, packed_feeds
+from service.core.session import SessionOptions, open_graph, packed_feeds
 
 TOKENS = 8192  # in all; with less than 1,000, the rounding of weights becomes worse than without calibration
 ENTRIES = 24  # of the vocabulary in a random text

@@ -16,9 +16,10 @@ import numpy as np
 
 from service.core import bundle
 from service.core.bundle import Bundle, Graph, Memory
+from service.core.cpu import CPU
 from service.core.encode import Window
 from service.core.packing import MOST_MASKS, pack, round_up
-from service.core.session import CPU, TRIAL, Session, SessionOptions, open_graph, trim
+from service.core.session import TRIAL, Session, SessionOptions, open_graph, trim
 
 TOKENS = (1024, 4096, 16384)  # of the measured batches, rounded down to whole texts
 RUNS = 3  # of each batch

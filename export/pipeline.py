@@ -51,6 +51,7 @@ from service.core.bundle import (
     Memory,
     Provenance,
 )
+from service.core.cpu import CPU
 from service.core.encode import Encoder, Window
 from service.core.packing import Packed, pack
 from service.core.session import RUNTIME, BatchOutputs
@@ -528,7 +529,8 @@ def measure(
     runs: dict[str, verify.RunGraph] = {
         record.precision: verify.graph_runner(draft, record, threads=os.cpu_count() or 1)
         for record in draft.manifest.graphs
-        if record.layout != "portable" and record.provider != "cuda"  # emulated, it takes too long
+        if record.layout != "portable"
+        and record.provider in CPU.graphs  # emulated, it takes too long
     }
     metrics = {}
     for name, file in request.evaluations.items():
@@ -563,7 +565,7 @@ def state_memory(manifest: Manifest, full: Path, show: Show) -> Manifest:
     full: directory of the manifest's files, where a manifest is written
     """
     write_manifest(manifest, full)
-    served = [graph for p in manifest.precisions for graph in manifest.graphs_for("cpu", p)[:1]]
+    served = [graph for p in manifest.precisions for graph in manifest.graphs_for(CPU, p)[:1]]
     graphs = []
     for graph in manifest.graphs:
         record = graph.model_dump()

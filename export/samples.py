@@ -23,6 +23,7 @@ from model.data.labelled_rows import QuestionRow, Sentence, Similar, Text
 from model.evaluate import Evaluation, exact_match, judge, run_sorted
 from service.core import decode
 from service.core.bundle import Bundle, BundleError, Head, load
+from service.core.cpu import CPU
 from service.core.encode import Encoder, load_tokenizer
 
 SAME_RANK = (
@@ -50,7 +51,7 @@ def cpu_run(bundle: Bundle) -> verify.RunGraph:
     """Run the graph that a CPU serves by default."""
     for precision in bundle.manifest.precisions:
         for graph in bundle.manifest.graphs:
-            served = graph.layout != "portable" and graph.provider != "cuda"
+            served = graph.layout != "portable" and graph.provider in CPU.graphs
             if graph.precision == precision and served:
                 return verify.graph_runner(bundle, graph, threads=os.cpu_count() or 1)
     raise BundleError(bundle.path, "it has no graph for the CPU")

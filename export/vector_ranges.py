@@ -18,6 +18,7 @@ from export import calibration, verify
 from model.evaluate import run_sorted
 from service.core import decode
 from service.core.bundle import PROMPT_NAMES, Bundle, Head, Ranges, format_version
+from service.core.cpu import CPU
 from service.core.encode import Encoder
 
 FEWEST = 2  # texts; with one, every range is empty
@@ -42,7 +43,7 @@ def add_ranges(
     manifest = draft.manifest
     if all(head.task != "embedding" for head in manifest.heads.values()):
         return draft
-    graph = manifest.graphs_for("cpu", manifest.default_precision)[0]
+    graph = manifest.graphs_for(CPU, manifest.default_precision)[0]
     run, heads, ranges = verify.graph_runner(draft, graph, threads=0), dict(manifest.heads), {}
     for name, head in heads.items():
         if head.task == "embedding":

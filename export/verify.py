@@ -7,9 +7,11 @@ import numpy as np
 
 from export.cuda_emulator import emulated
 from service.core.bundle import Bundle, Graph, Head, cosine, deviation
+from service.core.cpu import CPU
+from service.core.cuda import CUDA
 from service.core.encode import Window
 from service.core.packing import Packed, pack, row_starts, split
-from service.core.session import CPU, CUDA, BatchOutputs, Session, SessionOptions, cuda_problem
+from service.core.session import BatchOutputs, Session, SessionOptions, device_problem
 
 RunGraph = Callable[[Sequence[Window]], list[BatchOutputs]]
 
@@ -38,7 +40,7 @@ class Agreement:
 
 def graph_runner(bundle: Bundle, graph: Graph, threads: int) -> RunGraph:
     """Return a function that runs a graph on the CPU, as serving does; a graph for CUDA is emulated."""
-    if graph.provider == "cuda":
+    if graph.provider not in CPU.graphs:
         mask_token_id = bundle.manifest.mask_token_id
         return _runner(bundle, emulated(bundle.file(graph.file), mask_token_id))
     return _runner(bundle, Session(bundle, graph, CPU, SessionOptions(threads)).run)
@@ -106,7 +108,7 @@ def check_on_gpu(
     bundle: Bundle, graph: Graph, expected: Sequence[BatchOutputs], encodings: Sequence[Window]
 ) -> str:
     """Compare an emulated graph with PyTorch on the GPU, if there is one, and return the result. Raises ParityError."""
-    problem = cuda_problem()
+    problem = device_problem(CUDA)
     if problem is None:
         try:
             outputs = gpu_runner(bundle, graph)(encodings)

@@ -23,7 +23,6 @@ import structlog
 from pydantic.fields import FieldInfo
 
 from service import __version__
-from service.core.cuda import has_gpu
 from service.observability import logs
 from service.processes.child_process import drop_early
 from service.processes.supervisor import Processes
@@ -89,8 +88,7 @@ def serve(settings: Settings, source: KeySource | None = None) -> None:
             reserved.append(reserve(settings.host, settings.grpc_port))
             port = reserved[0].getsockname()[1]
             settings = settings.model_copy(update={"grpc_port": port})
-        on_gpu = settings.http_workers is None and settings.provider != "cpu" and has_gpu()
-        workers = settings.workers(on_gpu, usable_cores())
+        workers = settings.workers(usable_cores())
         settings = settings.model_copy(update={"http_workers": workers})
         if workers:
             sys.exit(asyncio.run(Processes(settings, listeners, source).run()))

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from ipaddress import ip_network
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import orjson
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
@@ -23,6 +23,8 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from service.core.device_kind import DeviceKind, Slots
+from service.core.device_table import KINDS, check_name, expected_kind
 from service.keys import PLAIN, Keys
 from service.variables import PREFIX, is_ours, variable
 
@@ -35,13 +37,6 @@ LINK_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
 MOST_UDS_BYTES = 107  # which the kernel keeps with a terminator in 108
 
 RootDialect = Literal["native", "hf", "infinity", "openai", "tei"]
-
-
-class Slots(NamedTuple):
-    """Batches that run at once, and the threads that one may use by the slots that it takes: one, or many."""
-
-    number: int
-    threads: Mapping[int, int]
 
 
 class Variables(EnvSettingsSource):
@@ -120,8 +115,10 @@ class Settings(BaseSettings):
         "auto",
         description="graph to run; auto takes the bundle's default, fp32 is slowest and most exact",
     )
-    provider: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="device; cpu or cuda ends the start if the device is not usable"
+    provider: str = Field(
+        "auto",
+        description=f"device; {' or '.join(sorted(kind.name for kind in KINDS))} ends the start if the device is not"
+        " usable",
     )
     replicas: int | None = Field(
         None,
@@ -342,33 +339,29 @@ class Settings(BaseSettings):
                 raise ValueError(f"{origin!r} is not an origin such as https://example.org")
         return value
 
+    @field_validator("provider")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        return check_name(value, "auto")
+
     @field_validator("precision", "provider", "log_level", "log_format", mode="before")
     @classmethod
     def _lower(cls, value: object) -> object:
         return value.lower() if isinstance(value, str) else value
 
-    def workers(self, on_gpu: bool, cores: int) -> int:
-        """HTTP processes, by rule: on a GPU one encodes texts more slowly than the GPU computes them."""
+    def workers(self, cores: int) -> int:
+        """Return the number of HTTP processes, by the rule of the device where it is unset."""
         if self.http_workers is not None:
             return self.http_workers
-        return max(min(cores // 2, 4), 1) if on_gpu else 1
+        return expected_kind(self.provider).http_workers(cores)
 
-    def batch_size(self, on_cpu: bool) -> int:
-        """The most sequences of a batch, by rule."""
-        return self.max_batch_size or (64 if on_cpu else 256)
+    def batch_size(self, kind: DeviceKind) -> int:
+        """Return the most sequences of a batch."""
+        return self.max_batch_size or kind.batch_size
 
-    def slots(self, on_cpu: bool, cores: int, bundles: int = 1) -> Slots:
-        """How batches share the device, by rule: the same every day on the same machine.
-
-        The threads on which a lone text runs belong to its bundle and sleep otherwise; so that they do not grow with
-        the number of bundles, each has its part of them.
-        """
-        threads = self.threads or cores
-        if self.replicas is None and on_cpu:
-            alone = max(threads // bundles, 1)
-            return Slots(threads, {1: 1, alone: alone})
-        replicas = self.replicas or (1 if on_cpu else 2)
-        return Slots(replicas, {1: threads if replicas < threads else 1})
+    def slots(self, kind: DeviceKind, cores: int, bundles: int = 1) -> Slots:
+        """Return how batches share the device, by a rule that always gives the same on the same machine."""
+        return kind.slots(self.replicas, self.threads or cores, bundles)
 
 
 def is_link(variable: str, value: str) -> bool:

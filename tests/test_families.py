@@ -29,8 +29,9 @@ from model.tokenizer import train
 from model.training.capture import capture
 from service.core import bundle
 from service.core.bundle import Bundle, Head, Precision, cosine
+from service.core.cpu import CPU
 from service.core.packing import Packed, each
-from service.core.session import CPU, Session, SessionOptions
+from service.core.session import Session, SessionOptions
 from tests import hub, samples
 from tests.conftest import chosen
 from tests.e2e.conftest import Server, serving

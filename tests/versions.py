@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from service.core import bundle
-from service.core.session import CPU, Session, SessionOptions
+from service.core.cpu import CPU
+from service.core.session import Session, SessionOptions
 
 GRAPH, WEIGHTS = "fp32.onnx", "weights.bin"
 

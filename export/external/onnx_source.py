@@ -32,9 +32,10 @@ from model.checkpoints.tokenizer_files import check_rows
 from model.checkpoints.tokenizer_settings import MAX_LENGTH
 from model.families.spec import SUFFIXES
 from service.core.bundle import Head, PoolingMode, Task, cosine
+from service.core.cpu import CPU
 from service.core.encode import Window
 from service.core.packing import pack
-from service.core.session import CPU, SessionOptions, open_graph, padded_feeds
+from service.core.session import SessionOptions, open_graph, padded_feeds
 
 PLACES = ("model.onnx", "onnx/model.onnx")
 INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")

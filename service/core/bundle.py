@@ -16,12 +16,14 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -29,6 +31,10 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+
+from service.core.cuda import CUDA
+from service.core.device_kind import DeviceKind
+from service.core.device_table import check_name
 
 MANIFEST = "manifest.json"
 
@@ -324,7 +330,7 @@ class Graph(File):
 
     precision: Precision
     layout: GraphLayout
-    provider: Literal["cpu", "cuda", "any"]
+    provider: Annotated[str, AfterValidator(partial(check_name, other="any"))]
     opset: int
     weights: File | None = None
     attention_bias: bool | None = None  # since format 2
@@ -461,7 +467,7 @@ class Manifest(_Record):
         if any(i >= rows for i in (late.expansion_token_id or 0, *late.skip_token_ids)):
             raise ValueError(f"{name}: a token id is not below the size of the vocabulary, {rows}")
         for graph in self.graphs:
-            if late.hides_expansion and graph.provider == "cuda":
+            if late.hides_expansion and graph.provider == CUDA.name:
                 reason = "its attention cannot hide the expansion of queries from other tokens"
                 raise ValueError(f"{name} cannot run on the graph {graph.file} for CUDA: {reason}")
 
@@ -473,17 +479,17 @@ class Manifest(_Record):
     def precisions(self) -> tuple[Precision, ...]:
         return tuple(dict.fromkeys(graph.precision for graph in self.graphs))
 
-    def graphs_for(self, device: Literal["cpu", "cuda"], precision: str) -> list[Graph]:
-        """Return the graphs of a precision that may run on a device, in the order in which they are tried.
+    def graphs_for(self, kind: DeviceKind, precision: str) -> list[Graph]:
+        """Return the graphs of a precision that may run on a kind of device, in the order in which they are tried.
 
-        Packed graphs come first. `auto` selects the default precision, but on CUDA fp16 and then fp32 where the bundle
-        has one of them.
+        Packed graphs come first. `auto` selects the kind's precisions that the bundle has, or else the default
+        precision.
         """
-        wanted: list[str] = [precision]
+        wanted = [precision]
         if precision == "auto":
-            on_gpu = ("fp16", "fp32") if device == "cuda" else ()
-            wanted = [p for p in on_gpu if p in self.precisions] or [self.default_precision]
-        fits = [g for g in self.graphs if g.precision in wanted and g.provider in (device, "any")]
+            wanted = [p for p in kind.precisions if p in self.precisions]
+            wanted = wanted or [self.default_precision]
+        fits = [g for g in self.graphs if g.precision in wanted and g.provider in kind.graphs]
         return sorted(fits, key=lambda g: (wanted.index(g.precision), g.layout != "packed"))
 
     def files(self) -> dict[str, str]:

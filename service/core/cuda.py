@@ -1,12 +1,15 @@
-"""The first NVIDIA GPU that is visible, as its driver describes it.
-
-Only the driver is queried: no CUDA library is loaded and no memory of the device is allocated.
-"""
+"""NVIDIA GPUs as a kind of device. The runtime uses the first GPU that is visible."""
 
 import ctypes
+import io
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+from service.core.device_kind import DeviceKind, NoDeviceError, shared_slots
 
 DRIVER = "libcuda.so.1"
 DISTRIBUTION = "onnxruntime-gpu"
@@ -19,10 +22,6 @@ CODE = {"1.31": ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (12, 0))}
 # Attributes of cuDeviceGetAttribute.
 CAPABILITY_MAJOR = 75
 CAPABILITY_MINOR = 76
-
-
-class NoGpuError(Exception):
-    """No GPU that the runtime can use; the message contains the reason and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +40,18 @@ class Gpu:
 
 
 def find_gpu() -> Gpu:
-    """Query the first visible device. Raises NoGpuError where the driver or the device is missing."""
+    """Query the driver, which loads no CUDA library. Raises NoDeviceError where the driver or the device is missing."""
     try:
         driver = ctypes.CDLL(DRIVER)
     except OSError as error:
-        raise NoGpuError(f"a library is missing: {error}") from None
+        raise NoDeviceError(f"a library is missing: {error}") from None
     number = ctypes.c_int()
     _call(driver, "cuDriverGetVersion", ctypes.byref(number))
     cuda = number.value // 1000, number.value % 1000 // 10
     _call(driver, "cuInit", 0)
     _call(driver, "cuDeviceGetCount", ctypes.byref(number))
     if not number.value:
-        raise NoGpuError("the NVIDIA driver has no visible GPU; check CUDA_VISIBLE_DEVICES")
+        raise NoDeviceError("the NVIDIA driver has no visible GPU; check CUDA_VISIBLE_DEVICES")
     device = ctypes.c_int()
     _call(driver, "cuDeviceGet", ctypes.byref(device), 0)
     name = ctypes.create_string_buffer(256)
@@ -73,18 +72,18 @@ def _call(driver: Any, function: str, *arguments: Any) -> None:
         text = ctypes.c_char_p()
         unknown = driver.cuGetErrorString(status, ctypes.byref(text)) or not text.value
         reason = "unknown error" if unknown else (text.value or b"").decode(errors="replace")
-        raise NoGpuError(f"the NVIDIA driver failed: {function} returned {status}, {reason}")
+        raise NoDeviceError(f"the NVIDIA driver failed: {function} returned {status}, {reason}")
 
 
 def check_gpu(gpu: Gpu, runtime: str, cuda_major: int = CUDA_MAJOR) -> None:
-    """Raise NoGpuError for a driver that is too old, and for a card for which the runtime contains no code.
+    """Raise NoDeviceError for a driver that is too old, and for a card for which the runtime contains no code.
 
     runtime: version of onnxruntime-gpu; cuda_major: major version of the CUDA that it was built for
     """
     if gpu.cuda < (cuda_major, 0):
         least = LEAST_DRIVERS.get(cuda_major)
         action = f"NVIDIA driver {least} or newer" if least else "a newer NVIDIA driver"
-        raise NoGpuError(
+        raise NoDeviceError(
             f"the NVIDIA driver supports CUDA {_dotted(gpu.cuda)}, and onnxruntime-gpu {runtime} needs"
             f" CUDA {cuda_major}: install {action}"
         )
@@ -94,10 +93,31 @@ def check_gpu(gpu: Gpu, runtime: str, cuda_major: int = CUDA_MAJOR) -> None:
     major, minor = gpu.capability
     if not any(major == own and minor >= least for own, least in code):
         listed = ", ".join(map(_dotted, code))
-        raise NoGpuError(
+        raise NoDeviceError(
             f"{gpu.name} has compute capability {_dotted(gpu.capability)}, and onnxruntime-gpu {runtime} has code for"
             f" {listed} only: use another card, or the CPU (provider = cpu)"
         )
+
+
+def find_usable_gpu(runtime: ModuleType) -> str:
+    """Return the name of the GPU after the runtime's libraries are loaded and the driver is queried.
+
+    Raises NoDeviceError that names a missing library, or the reason why the GPU cannot be used.
+    """
+    if hasattr(runtime, "preload_dlls"):
+        with redirect_stdout(
+            io.StringIO()
+        ):  # the function prints; the loader below names what is missing
+            runtime.preload_dlls()
+    library = Path(str(runtime.__file__)).parent / "capi" / "libonnxruntime_providers_cuda.so"
+    built_for = getattr(runtime, "cuda_version", "").partition(".")[0]
+    try:
+        ctypes.CDLL(str(library))
+    except OSError as error:
+        raise NoDeviceError(f"a library is missing: {error}") from None
+    gpu = find_gpu()
+    check_gpu(gpu, runtime.__version__, int(built_for or CUDA_MAJOR))
+    return gpu.name
 
 
 def has_gpu() -> bool:
@@ -107,10 +127,31 @@ def has_gpu() -> bool:
     """
     try:
         check_gpu(find_gpu(), metadata.version(DISTRIBUTION))
-    except (NoGpuError, metadata.PackageNotFoundError):
+    except (NoDeviceError, metadata.PackageNotFoundError):
         return False
     return True
 
 
 def _dotted(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
+
+
+CUDA = DeviceKind(
+    name="cuda",
+    provider="CUDAExecutionProvider",
+    label="the GPU",
+    graphs=("cuda", "any"),
+    batch_size=256,
+    # Two, so that one batch is prepared while the other one runs.
+    slots=lambda replicas, threads, bundles: shared_slots(replicas or 2, threads),
+    # One process encodes texts more slowly than a GPU computes them.
+    http_workers=lambda cores: max(min(cores // 2, 4), 1),
+    precisions=("fp16", "fp32"),
+    # TF32 keeps as few digits as fp16, so fp32 outputs would exceed the tolerance of the goldens. The fused norm of
+    # fp16 graphs sums in fp32 in its strict mode only. Otherwise, large sums give a wrong norm without an error.
+    options={"use_tf32": "0", "enable_skip_layer_norm_strict_mode": "1"},
+    package=DISTRIBUTION,
+    find=find_usable_gpu,
+    is_present=has_gpu,
+    memory=lambda: find_gpu().memory,
+)

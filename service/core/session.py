@@ -1,10 +1,9 @@
 """The `onnxruntime.InferenceSession` of a bundle's graph, on a provider and with a number of threads."""
 
 import ctypes
-import io
 import os
-from collections.abc import Collection, Sequence
-from contextlib import redirect_stdout, suppress
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,8 +12,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from service.core import cuda
 from service.core.bundle import Bundle, BundleError, Golden, Graph, Precision, check_goldens
+from service.core.cpu import CPU
+from service.core.device_kind import DeviceKind, NoDeviceError
+from service.core.device_table import named_kinds, preferred_kinds
 from service.core.packing import (
     SLOT_MULTIPLE,
     Ints,
@@ -35,15 +36,9 @@ import onnxruntime  # noqa: E402
 
 ort = onnxruntime
 
-Provider = Literal["auto", "cpu", "cuda"]
 BatchOutputs = dict[str, NDArray[np.float32]]
 Feeds = dict[str, NDArray[Any]]
 
-CPU = "CPUExecutionProvider"
-CUDA = "CUDAExecutionProvider"
-# TF32 keeps as few digits as fp16, so fp32 outputs would exceed the tolerance of the goldens. The fused norm of fp16
-# graphs sums in fp32 in its strict mode only. Otherwise, large sums give a wrong norm without an error.
-CUDA_OPTIONS = {"use_tf32": "0", "enable_skip_layer_norm_strict_mode": "1"}
 FLOAT = "tensor(float)"  # float32, as the runtime calls it
 # Parameters of the C library's `mallopt`, from its header malloc.h. It accepts a threshold of 32 MiB at most, so larger
 # buffers are always returned to the system.
@@ -52,7 +47,7 @@ LARGEST_MMAP_THRESHOLD = 32 << 20  # bytes
 KEPT_BYTES = 64 << 20  # of a thread, at most
 ERRORS = 3  # severity: the runtime logs to stderr, in lines of its own format
 RUNTIME = f"onnxruntime {ort.__version__}"
-# An ONNX model, serialized: y = exp(x @ x), float32 [1, 1]. It runs a kernel of cuBLAS and one of the runtime.
+# An ONNX model, serialized: y = exp(x @ x), float32 [1, 1]. On CUDA it runs a kernel of cuBLAS and one of the runtime.
 TRIAL = (
     b'\x08\t:M\n\x11\n\x01x\n\x01x\x12\x01p"\x06MatMul\n\x0b\n\x01p\x12\x01y"\x03Exp\x12\x01tZ\x13\n\x01x\x12\x0e\n\x0c'
     b"\x08\x01\x12\x08\n\x02\x08\x01\n\x02\x08\x01b\x13\n\x01y\x12\x0e\n\x0c\x08\x01\x12\x08\n\x02\x08\x01\n\x02\x08\x01B\x04\n\x00\x10\x11"
@@ -84,16 +79,20 @@ class SessionOptions:
 
 
 class Session:
-    """A loaded graph of a bundle. Several threads may call `run` at the same time."""
+    """A loaded graph of a bundle. Several threads may call `run` at the same time.
+
+    provider_note: the reason why a preferred device, which the runtime supports, is not used; None for no such reason
+    """
 
     def __init__(
-        self, bundle: Bundle, graph: Graph, provider: str, options: SessionOptions
+        self, bundle: Bundle, graph: Graph, kind: DeviceKind, options: SessionOptions
     ) -> None:
         self.graph = graph
-        self.provider = provider
-        self.gpu_problem: str | None = None
+        self.kind = kind
+        self.provider = kind.provider
+        self.provider_note: str | None = None
         self.heads = bundle.manifest.heads
-        self._session = open_graph(bundle.file(graph.file), provider, options)
+        self._session = open_graph(bundle.file(graph.file), kind, options)
         self._outputs = [*self.heads]  # a graph may have more outputs
         self._only_fetched = onnxruntime.RunOptions()
         self._only_fetched.only_execute_path_to_fetches = True
@@ -115,13 +114,13 @@ class Session:
 
     @property
     def stores_scores(self) -> bool:
-        """Whether attention may store numbers for all `[B, S, S]` pairs of slots in the GPU's memory.
+        """Whether attention may store numbers for all `[B, S, S]` pairs of slots in the device's own memory.
 
-        Attention does not store them in a packed graph for CUDA without an attention bias. A graph may have a bias
-        unless its manifest states otherwise.
+        Attention does not store them in a graph for this kind of device alone without an attention bias. A graph may
+        have a bias unless its manifest states otherwise.
         """
-        fused = self.graph.provider == "cuda" and self.graph.attention_bias is False
-        return self.provider == CUDA and not fused
+        fused = self.graph.provider == self.kind.name and self.graph.attention_bias is False
+        return not (self.kind.on_host or fused)
 
     def run(self, packed: Packed, heads: Collection[str] = ()) -> BatchOutputs:
         """Compute the outputs of these heads, or of all if empty.
@@ -240,59 +239,38 @@ def open_session(
     bundle: Bundle,
     *,
     precision: Literal["auto"] | Precision = "auto",
-    provider: Provider = "auto",
+    provider: str = "auto",
     options: SessionOptions,
 ) -> Session:
-    """Open the best graph that runs on the provider, and check the goldens with it.
+    """Open the best graph that runs on the device, and check the goldens with it.
 
     With the provider `auto`, a bundle without a graph for the GPU runs on the CPU. Raises ProviderError when the
     requested provider is not available, and BundleError when the bundle lacks the precision or its goldens disagree on
     this machine.
     """
-    name = find_provider(provider)
-    graphs = _candidates(bundle, name, precision)
-    if not graphs and provider == "auto":
-        name, graphs = CPU, _candidates(bundle, CPU, precision)
-    if not graphs:
-        problem = cuda_problem() if provider == "auto" else None
-        raise BundleError(bundle.path, _unfit(bundle, name, precision, problem))
-    try:
-        session = _open_best(bundle, graphs, name, options)
-        if provider == "cpu":
-            session.gpu_problem = "provider is cpu"
-        return session
-    except BundleError:
-        raise
-    except Exception as error:  # a visible GPU may not work; the runtime's errors have no type
-        fallback = _candidates(bundle, CPU, precision)
-        if provider != "auto" or name == CPU or not fallback:
-            raise
-        session = _open_best(bundle, fallback, CPU, options)
-        session.gpu_problem = " ".join(str(error).split())
-        return session
-
-
-def _open_best(
-    bundle: Bundle, graphs: Sequence[Graph], provider: str, options: SessionOptions
-) -> Session:
-    for graph in graphs[:-1]:
+    kinds = usable_kinds(provider)
+    tried = [(kind, graph) for kind in kinds for graph in _candidates(bundle, kind, precision)]
+    problems: dict[DeviceKind, str] = {}
+    for number, (kind, graph) in enumerate(tried, 1):
         try:
-            return _checked(bundle, graph, provider, options)
+            session = Session(bundle, graph, kind, options)
+            session.check(bundle)
         except BundleError:
             raise
-        except Exception:  # the provider may lack an operator; the next graph needs less
-            continue
-    return _checked(bundle, graphs[-1], provider, options)
+        except (
+            Exception
+        ) as error:  # of the runtime: a missing operator, or a visible GPU that does not work
+            if number == len(tried):
+                raise
+            problems[kind] = " ".join(str(error).split())
+        else:
+            session.provider_note = _explain(kind, provider, problems)
+            return session
+    raise BundleError(bundle.path, _unfit(bundle, kinds[-1], precision, provider))
 
 
-def _checked(bundle: Bundle, graph: Graph, provider: str, options: SessionOptions) -> Session:
-    session = Session(bundle, graph, provider, options)
-    session.check(bundle)
-    return session
-
-
-def _candidates(bundle: Bundle, provider: str, precision: str) -> list[Graph]:
-    """Return the graphs that may run on a provider, see `Manifest.graphs_for`.
+def _candidates(bundle: Bundle, kind: DeviceKind, precision: str) -> list[Graph]:
+    """Return the graphs that may run on a kind of device, see `Manifest.graphs_for`.
 
     Raises BundleError for a precision that the bundle lacks.
     """
@@ -300,65 +278,69 @@ def _candidates(bundle: Bundle, provider: str, precision: str) -> list[Graph]:
     if precision not in ("auto", *manifest.precisions):
         has = ", ".join(manifest.precisions)
         raise BundleError(bundle.path, f"it has no {precision} graph, only {has}")
-    return manifest.graphs_for("cuda" if provider == CUDA else "cpu", precision)
+    return manifest.graphs_for(kind, precision)
 
 
-def _unfit(bundle: Bundle, provider: str, precision: str, problem: str | None) -> str:
-    """Return why no graph can run: the providers of the precision's graphs, and the problem with CUDA if known."""
+def _unfit(bundle: Bundle, kind: DeviceKind, precision: str, provider: str) -> str:
+    """Return why no graph can run: the providers of the precision's graphs, and why `auto` skipped a device."""
     if precision == "auto":
         precision = bundle.manifest.default_precision
     devices = {g.provider for g in bundle.manifest.graphs if g.precision == precision}
-    reason = f"it has no {precision} graph for {provider}, only for {', '.join(sorted(devices))}"
-    return f"{reason}: {problem}" if problem else reason
+    reason = (
+        f"it has no {precision} graph for {kind.provider}, only for {', '.join(sorted(devices))}"
+    )
+    problems = map(device_problem, preferred_kinds(kind) if provider == "auto" else ())
+    return ": ".join([reason, *filter(None, problems)])
 
 
-def find_provider(wanted: Provider) -> str:
-    """Return the provider to run on. Raises ProviderError when `wanted` is "cuda" and CUDA cannot be used."""
-    if wanted == "cpu":
-        return CPU
-    problem = cuda_problem()
-    if problem is None:
-        return CUDA
-    if wanted == "cuda":
-        raise ProviderError(f"provider is cuda, but {problem}")
-    return CPU
+def _explain(kind: DeviceKind, provider: str, problems: Mapping[DeviceKind, str]) -> str | None:
+    """Return why a session does not use a preferred kind of device that the runtime supports; None without one.
 
-
-@cache
-def cuda_problem() -> str | None:
-    """Return why CUDA cannot be used, or None when it can; tests libraries, driver and device once per process."""
-    if CUDA not in ort.get_available_providers():
-        return "this onnxruntime has no CUDA provider: install onnxruntime-gpu"
-    if hasattr(ort, "preload_dlls"):
-        with redirect_stdout(
-            io.StringIO()
-        ):  # the function prints; the loader below names what is missing
-            ort.preload_dlls()
-    library = Path(ort.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
-    built_for = getattr(ort, "cuda_version", "").partition(".")[0]
-    try:
-        ctypes.CDLL(str(library))
-        gpu = cuda.find_gpu()
-        cuda.check_gpu(gpu, ort.__version__, int(built_for or cuda.CUDA_MAJOR))
-    except OSError as error:
-        return f"a library is missing: {error}"
-    except cuda.NoGpuError as error:
-        return str(error)
-    try:
-        open_graph(TRIAL, CUDA, SessionOptions(threads=1)).run(None, {"x": np.eye(1, dtype="f4")})
-    except Exception as error:  # the runtime's errors have no type
-        return f"{gpu.name} failed a trial run: {' '.join(str(error).split())}"
+    problems: errors of opening a session, by kind of device
+    """
+    for preferred in preferred_kinds(kind):
+        if preferred.provider in ort.get_available_providers():
+            if provider != "auto":
+                return f"provider is {provider}"
+            reason = problems.get(preferred) or device_problem(preferred)
+            return reason or f"the bundle has no graph for {preferred.label}"
     return None
 
 
-def unused_gpu(session: Session) -> str | None:
-    """Return why a session runs on the CPU although the runtime is a GPU build; None if neither holds."""
-    if session.provider != CPU or CUDA not in ort.get_available_providers():
+def usable_kinds(provider: str) -> list[DeviceKind]:
+    """Return the kinds of device to try in this order. Raises ProviderError when the requested one cannot be used.
+
+    provider: the name of a kind, or `auto`
+    """
+    problems = {kind: device_problem(kind) for kind in named_kinds(provider)}
+    usable = [kind for kind, problem in problems.items() if problem is None]
+    if not usable:
+        raise ProviderError(
+            f"provider is {provider}, but {', '.join(filter(None, problems.values()))}"
+        )
+    return usable
+
+
+@cache
+def device_problem(kind: DeviceKind) -> str | None:
+    """Return why a kind of device cannot be used, or None when it can; tests a device once per process."""
+    if kind.find is None:
         return None
-    return session.gpu_problem or cuda_problem() or "the bundle has no graph for the GPU"
+    if kind.provider not in ort.get_available_providers():
+        name = kind.provider.removesuffix("ExecutionProvider")
+        return f"this onnxruntime has no {name} provider: install {kind.package}"
+    try:
+        device = kind.find(ort)
+    except NoDeviceError as error:
+        return str(error)
+    try:
+        open_graph(TRIAL, kind, SessionOptions(threads=1)).run(None, {"x": np.eye(1, dtype="f4")})
+    except Exception as error:  # the runtime's errors have no type
+        return f"{device} failed a trial run: {' '.join(str(error).split())}"
+    return None
 
 
-def open_graph(graph: Path | bytes, provider: str, options: SessionOptions) -> Any:
+def open_graph(graph: Path | bytes, kind: DeviceKind, options: SessionOptions) -> Any:
     """Open the runtime's session with the settings that serving needs.
 
     Raises ProviderError if the session runs on another provider, and any error of the runtime.
@@ -366,23 +348,24 @@ def open_graph(graph: Path | bytes, provider: str, options: SessionOptions) -> A
     graph: the path of a model, or its serialized bytes
     """
     settings = ort.SessionOptions()
-    # With a GPU, the only nodes on the CPU compute shapes.
-    settings.intra_op_num_threads = 1 if provider == CUDA else options.threads
+    # On a device of its own memory, the only nodes on the CPU compute shapes.
+    settings.intra_op_num_threads = options.threads if kind.on_host else 1
     settings.inter_op_num_threads = 1
     # During a run, threads that wait for each other spin, because waking them would take longer. After it they sleep.
     settings.add_session_config_entry("session.force_spinning_stop", str(int(not options.spin)))
-    settings.enable_cpu_mem_arena = options.arena or provider != CPU
+    settings.enable_cpu_mem_arena = options.arena or not kind.on_host
     settings.enable_mem_pattern = (
         False  # shapes differ from batch to batch: patterns would accumulate
     )
     settings.log_severity_level = ERRORS
-    providers = [provider] if provider == CPU else [(provider, CUDA_OPTIONS), CPU]
+    others = [] if kind is CPU else [CPU.provider]
+    providers = [(kind.provider, kind.options), *others]
     source = graph if isinstance(graph, bytes) else str(graph)
     # A session that fails on the GPU, at its creation or later, raises an error and does not move to the CPU.
     session = ort.InferenceSession(source, settings, providers=providers, enable_fallback=0)
-    if session.get_providers()[0] != provider:
+    if session.get_providers()[0] != kind.provider:
         raise ProviderError(
-            f"{provider} was asked for, but the session runs on {session.get_providers()[0]}"
+            f"{kind.provider} was asked for, but the session runs on {session.get_providers()[0]}"
         )
     return session
 

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from service.core.bundle import Manifest, Memory
+from service.core.cpu import CPU
 from service.scheduling.entries import Entry, EntryOutcome, OnOutcome
 from service.scheduling.load import Load
-
-CPU = "CPUExecutionProvider"  # as service.core.session, which HTTP processes do not import
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,7 @@ class RunsOn:
 
     def stated_memory(self, manifest: Manifest) -> Memory | None:
         """Return the memory that the manifest states for the graph that runs; None on a GPU, or if it states none."""
-        if self.provider != CPU:
+        if self.provider != CPU.provider:
             return None
         graphs = (
             g for g in manifest.graphs if (g.precision, g.layout) == (self.precision, self.layout)

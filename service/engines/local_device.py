@@ -15,19 +15,17 @@ import structlog
 
 from service import health
 from service.core.bundle import Bundle, BundleError, BundleTexts, read_texts
-from service.core.cuda import find_gpu
+from service.core.cpu import CPU
+from service.core.device_kind import DeviceKind, Slots
 from service.core.encode import Window
 from service.core.packing import SLOT_MULTIPLE, count_masks, pack, row_starts, split
 from service.core.session import (
-    CPU,
-    CUDA,
     RUNTIME,
     Session,
     SessionOptions,
-    find_provider,
     keep_freed_memory,
     open_session,
-    unused_gpu,
+    usable_kinds,
 )
 from service.engines.device import RunsOn
 from service.engines.self_test import SelfTest, SelfTests, smallest
@@ -40,7 +38,7 @@ from service.scheduling.cost_model import Estimator, Sample, measure, time_run
 from service.scheduling.entries import Entry, EntryOutcome, Heads, OnOutcome, Outputs
 from service.scheduling.executor import BatchStats
 from service.scheduling.load import MAX_QUEUE_TOKENS, Load
-from service.settings import Settings, Slots, usable_cores
+from service.settings import Settings, usable_cores
 
 log = structlog.get_logger()
 
@@ -149,7 +147,9 @@ class Runner:
     def runs_on(self) -> RunsOn:
         session = self._sessions[1]
         graph = session.graph
-        return RunsOn(graph.precision, graph.layout, session.provider, unused_gpu(session), RUNTIME)
+        return RunsOn(
+            graph.precision, graph.layout, session.provider, session.provider_note, RUNTIME
+        )
 
 
 def fingerprint(window: Window) -> str:
@@ -190,11 +190,11 @@ class LocalDevice:
     """
 
     def __init__(
-        self, settings: Settings, slots: Slots, metrics: Metrics, on_cpu: bool = True
+        self, settings: Settings, slots: Slots, metrics: Metrics, kind: DeviceKind = CPU
     ) -> None:
         self.texts: dict[str, BundleTexts] = {}
         self.runs_on: dict[str, RunsOn] = {}
-        self.on_cpu = on_cpu
+        self.kind = kind
         self._settings = settings
         self._slots = slots
         self._runners: dict[str, Runner] = {}
@@ -207,7 +207,7 @@ class LocalDevice:
             slots=slots.number,
             wide=max(slots.threads),
             max_batch_tokens=settings.max_batch_tokens,
-            max_batch_size=settings.batch_size(on_cpu),
+            max_batch_size=settings.batch_size(kind),
             max_queue_tokens=self._queue_limit(),
             max_wait_ms=settings.max_wait_ms,
             observe=self._observe,
@@ -233,29 +233,31 @@ class LocalDevice:
         }
         runner = Runner(bundle, sessions)
         area, full, rate = math.inf, [], 0.0
-        if sessions[1].provider == CUDA:
+        if not sessions[1].kind.on_host:
             area = self._area(sessions[1])
-            full = self._run_full_batches(bundle, runner, area)
+            full = self._run_full_batches(bundle, runner, area, sessions[1].kind)
             rate = self._slots.number * full[0].tokens / full[0].seconds
         estimators = runner.warm_up(full)
         return OpenedBundle(
             texts, runner, runner.runs_on, estimators, runner.self_test(), area, rate
         )
 
-    def _run_full_batches(self, bundle: Bundle, runner: Runner, area: float) -> list[Sample]:
-        """Run the largest batches on all slots at once, so that a GPU without the memory for them fails here.
+    def _run_full_batches(
+        self, bundle: Bundle, runner: Runner, area: float, kind: DeviceKind
+    ) -> list[Sample]:
+        """Run the largest batches on all slots at once, so that a device without the memory for them fails here.
 
         Raises BundleError that names the settings to lower.
         """
         tokens, slots = self._settings.max_batch_tokens, self._slots.number
-        size = 1 if runner.unbatched else self._settings.batch_size(on_cpu=False)
+        size = 1 if runner.unbatched else self._settings.batch_size(kind)
         samples = []
         for shape in full_shapes(bundle.manifest.max_length, tokens, size, area):
             try:
                 samples.append(runner.run_at_once(*shape, slots))
             except Exception as error:  # the runtime's errors have no type
                 reason = (
-                    f"{slots} batches of {shape[0]} x {shape[1]} tokens at once failed on the GPU: lower"
+                    f"{slots} batches of {shape[0]} x {shape[1]} tokens at once failed on {kind.label}: lower"
                     f" max_batch_tokens ({tokens}) or replicas ({slots})"
                 )
                 if area < math.inf:
@@ -270,12 +272,12 @@ class LocalDevice:
 
         Where it is unset, the attention scores of the batches on all slots take at most half of the GPU's memory.
         """
-        if not session.stores_scores:
+        if session.kind.memory is None or not session.stores_scores:
             return math.inf
         if self._settings.max_batch_attention is not None:
             return self._settings.max_batch_attention
         number = 2 if session.graph.precision == "fp16" else 4  # bytes
-        return find_gpu().memory // (2 * self._slots.number * SCORES * number)
+        return session.kind.memory() // (2 * self._slots.number * SCORES * number)
 
     def add(self, opened: OpenedBundle) -> None:
         """Start to compute batches of an opened bundle."""
@@ -383,11 +385,11 @@ class LocalDevice:
 @asynccontextmanager
 async def open_device(settings: Settings, metrics: Metrics) -> AsyncIterator[LocalDevice]:
     """Open a device without bundles; drain it on exit. Raises ProviderError when the provider is not available."""
-    on_cpu = find_provider(settings.provider) == CPU
-    if on_cpu:
+    kind = usable_kinds(settings.provider)[0]
+    if kind.on_host:
         keep_freed_memory()
-    slots = settings.slots(on_cpu, usable_cores(), len(settings.bundles))
-    device = LocalDevice(settings, slots, metrics, on_cpu)
+    slots = settings.slots(kind, usable_cores(), len(settings.bundles))
+    device = LocalDevice(settings, slots, metrics, kind)
     await device.batcher.start()
     watching = asyncio.create_task(device.watch())
     try:

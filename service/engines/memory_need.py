@@ -12,6 +12,7 @@ from pathlib import Path
 import structlog
 
 from service.core.bundle import Bundle, Graph, Manifest, Memory
+from service.core.cpu import CPU
 from service.memory_limit import MIB, ROOT, in_mib, memory_limit
 from service.scheduling.cost_model import SHAPES
 from service.settings import Settings, usable_cores
@@ -74,7 +75,7 @@ def check_memory(settings: Settings, bundles: Sequence[Bundle], root: Path = ROO
 def graph_needs(settings: Settings, bundle: Bundle) -> list[GraphNeed]:
     """Return the graph that will run with its memory; an empty list where the bundle lacks the precision."""
     manifest = bundle.manifest
-    graph = next(iter(manifest.graphs_for("cpu", settings.precision)), None)
+    graph = next(iter(manifest.graphs_for(CPU, settings.precision)), None)
     if graph is None:
         return []  # opening the bundle reports that
     return [GraphNeed(manifest, graph, graph.memory or estimate_memory(bundle, graph))]
@@ -90,7 +91,7 @@ def estimate_memory(bundle: Bundle, graph: Graph) -> Memory:
 
 def needed_memory(settings: Settings, needs: Sequence[GraphNeed]) -> int:
     """Return the bytes that all processes need while each slot runs the largest batch of any bundle."""
-    slots = settings.slots(True, usable_cores(), max(len(needs), 1))
+    slots = settings.slots(CPU, usable_cores(), max(len(needs), 1))
     sessions = len(slots.threads) * sum(need.memory.opened for need in needs)
     largest = max((need.memory.of_batch(batch_tokens(settings, need)) for need in needs), default=0)
     return process_memory(settings) + sessions + warm_up_memory(needs) + slots.number * largest
@@ -112,7 +113,7 @@ def batch_tokens(settings: Settings, need: GraphNeed) -> int:
     longest = need.manifest.max_length
     if need.graph.layout == "alone":
         return longest
-    most = min(settings.max_batch_tokens, settings.batch_size(on_cpu=True) * longest)
+    most = min(settings.max_batch_tokens, settings.batch_size(CPU) * longest)
     return max(most, longest)
 
 
@@ -126,7 +127,7 @@ def warm_up_tokens(need: GraphNeed) -> int:
 def explain_need(settings: Settings, needs: Sequence[GraphNeed], limit: int) -> str:
     """Return a line with the limit, the need and its parts, and the settings to change."""
     need = needed_memory(settings, needs)
-    slots = settings.slots(True, usable_cores(), max(len(needs), 1))
+    slots = settings.slots(CPU, usable_cores(), max(len(needs), 1))
     sessions = len(slots.threads) * sum(one.memory.opened for one in needs)
     processes = process_memory(settings)
     parts = (
@@ -164,7 +165,7 @@ def fitting_precision(settings: Settings, needs: Iterable[GraphNeed], limit: int
     changed = settings.model_copy(update={"precision": "int8"})
     quantized = []
     for need in needs:
-        graph = next(iter(need.manifest.graphs_for("cpu", "int8")), None)
+        graph = next(iter(need.manifest.graphs_for(CPU, "int8")), None)
         if graph is None or graph.memory is None or graph.file == need.graph.file:
             return None
         quantized.append(GraphNeed(need.manifest, graph, graph.memory))

@@ -19,6 +19,7 @@ import structlog
 
 from service.core import bundle as bundles
 from service.core.bundle import Bundle, BundleError, Manifest
+from service.core.cpu import CPU
 from service.core.session import trim
 from service.engines import model_state
 from service.engines.commands import (
@@ -96,7 +97,7 @@ class ModelManager:
         """
         if resume is None:
             loaded = [bundles.load(path) for path in self._settings.bundles]
-            if self._device.on_cpu:
+            if self._device.kind is CPU:  # manifests state no memory of other devices
                 check_memory(self._settings, loaded)
             opened = [self._open(bundle) for bundle in loaded]
         else:

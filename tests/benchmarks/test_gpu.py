@@ -9,17 +9,19 @@ import pytest
 
 from benchmarks import gpu, limit
 from service.core import bundle
-from service.core.session import CPU, cuda_problem
+from service.core.cpu import CPU
+from service.core.cuda import CUDA
+from service.core.session import device_problem
 from tests.conftest import ROOT
 
 
-@pytest.mark.skipif(cuda_problem() is None, reason="there is a GPU")
+@pytest.mark.skipif(device_problem(CUDA) is None, reason="there is a GPU")
 def test_without_a_gpu() -> None:
     """One line has the reason, and the exit status is 1."""
     command = [sys.executable, "-m", "benchmarks.gpu"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (1, "") == (ended.returncode, ended.stdout)
-    assert f"bench-gpu: nothing measured: {cuda_problem()}\n" == ended.stderr
+    assert f"bench-gpu: nothing measured: {device_problem(CUDA)}\n" == ended.stderr
 
 
 @pytest.mark.e2e
@@ -28,7 +30,7 @@ def test_without_a_gpu() -> None:
 def test_measure(gpu_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On the CPU, which runs fp32 alone: what it allows, bare sessions and HTTP, all as JSON and as a table."""
     opened = bundle.load(gpu_bundle)
-    options = {"provider": CPU, "precisions": ("fp32",), "side": 64, "batches": (1, 4)}
+    options = {"kind": CPU, "precisions": ("fp32",), "side": 64, "batches": (1, 4)}
     results = json.loads(json.dumps(gpu.measure(opened, tmp_path, 1, 1.0, **options)))
     found = results["precisions"]["fp32"]
     assert found["matmul_tflops"] > 0

@@ -11,8 +11,9 @@ import pytest
 from export.verify import BATCH_TOLERANCE, RunGraph, graph_runner
 from service.core import bundle, packing
 from service.core.bundle import Bundle
+from service.core.cpu import CPU
 from service.core.encode import Encoder, Encoding, Window
-from service.core.session import CPU, BatchOutputs, Session, SessionOptions
+from service.core.session import BatchOutputs, Session, SessionOptions
 from tests import samples
 
 SERVED = [

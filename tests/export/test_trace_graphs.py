@@ -21,8 +21,9 @@ from model.heads import EncoderWithHeads
 from model.pooling import POOLINGS
 from service.core import bundle
 from service.core.bundle import Head
+from service.core.cpu import CPU
 from service.core.packing import each
-from service.core.session import CPU, Session, SessionOptions
+from service.core.session import Session, SessionOptions
 from tests.conftest import Traced
 from tests.export.helpers import (
     SMALL,

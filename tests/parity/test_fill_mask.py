@@ -12,9 +12,10 @@ import torch
 import transformers
 
 from service.core import bundle
+from service.core.cpu import CPU
 from service.core.encode import Encoder
 from service.core.packing import each, pack
-from service.core.session import CPU, Session, SessionOptions
+from service.core.session import Session, SessionOptions
 from tests import samples
 from tests.conftest import run_export
 from tests.e2e.conftest import Server, serving

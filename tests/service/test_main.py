@@ -5,6 +5,7 @@ import socket
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,9 @@ from structlog.typing import EventDict
 
 from service import __main__ as service_main
 from service.__main__ import bind, bind_unix, main, reserve
+from service.core import device_table
+from service.core.cpu import CPU
+from service.core.cuda import CUDA
 from service.processes import single_process
 from service.server.server import Server
 from service.server.sockets import url_of
@@ -64,7 +68,7 @@ def test_http_workers_follow_the_gpu(
 
     listener = SimpleNamespace(getsockname=lambda: ("127.0.0.1", 1), close=lambda: None)
     monkeypatch.setattr(service_main, "bind", lambda *_: listener)
-    monkeypatch.setattr(service_main, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(device_table, "KINDS", (replace(CUDA, is_present=lambda: gpu), CPU))
     monkeypatch.setattr(service_main, "usable_cores", lambda: 16)
     monkeypatch.setattr(service_main, "Processes", Started)
     monkeypatch.setattr(single_process, "serve_alone", lambda settings, *_: Started(settings))

@@ -5,6 +5,9 @@ import pytest
 from pydantic import ValidationError
 
 from service import settings
+from service.core.cpu import CPU
+from service.core.cuda import CUDA
+from service.core.device_kind import DeviceKind
 from service.settings import Settings, cgroup_cores, unknown_variables, usable_cores
 
 
@@ -136,7 +139,7 @@ def test_unknown_variables_are_named_with_the_closest_known() -> None:
 )
 def test_slots_on_a_cpu(given: dict[str, int], number: int, threads: dict[int, int]) -> None:
     """A thread each, and all for one; replicas share the threads, or have one each if there are no more."""
-    assert Settings(**given).slots(on_cpu=True, cores=8) == (number, threads)
+    assert Settings(**given).slots(CPU, cores=8) == (number, threads)
 
 
 @pytest.mark.parametrize(
@@ -144,38 +147,28 @@ def test_slots_on_a_cpu(given: dict[str, int], number: int, threads: dict[int, i
 )
 def test_threads_do_not_grow_with_bundles(bundles: int, threads: dict[int, int]) -> None:
     """The threads for single texts are divided among the bundles."""
-    assert Settings().slots(on_cpu=True, cores=8, bundles=bundles) == (8, threads)
+    assert Settings().slots(CPU, cores=8, bundles=bundles) == (8, threads)
 
 
 def test_slots_on_one_core_and_on_a_gpu() -> None:
     """One core has one slot. A GPU has two, so that one batch is prepared while the other one runs."""
-    assert Settings().slots(on_cpu=True, cores=1) == (1, {1: 1})
-    assert Settings().slots(on_cpu=False, cores=8) == (2, {1: 8})
-    assert Settings(replicas=1).slots(on_cpu=False, cores=8) == (1, {1: 8})
+    assert Settings().slots(CPU, cores=1) == (1, {1: 1})
+    assert Settings().slots(CUDA, cores=8) == (2, {1: 8})
+    assert Settings(replicas=1).slots(CUDA, cores=8) == (1, {1: 8})
+
+
+@pytest.mark.parametrize(("cores", "workers"), [(64, 4), (6, 3), (1, 1)])
+def test_http_workers(cores: int, workers: int) -> None:
+    """One on a CPU; on a GPU half of the cores, up to four."""
+    assert (1, workers) == (CPU.http_workers(cores), CUDA.http_workers(cores))
 
 
 @pytest.mark.parametrize(
-    ("given", "on_gpu", "cores", "workers"),
-    [
-        (None, False, 64, 1),
-        (None, True, 64, 4),
-        (None, True, 6, 3),
-        (None, True, 1, 1),
-        (2, True, 64, 2),
-        (0, True, 64, 0),
-    ],
+    ("given", "kind", "size"), [(None, CPU, 64), (None, CUDA, 256), (9, CUDA, 9)]
 )
-def test_http_workers(given: int | None, on_gpu: bool, cores: int, workers: int) -> None:
-    """One on a CPU; on a GPU half of the cores, up to four; or as set."""
-    assert workers == Settings(http_workers=given).workers(on_gpu, cores)
-
-
-@pytest.mark.parametrize(
-    ("given", "on_cpu", "size"), [(None, True, 64), (None, False, 256), (9, False, 9)]
-)
-def test_sequences_of_a_batch(given: int | None, on_cpu: bool, size: int) -> None:
+def test_sequences_of_a_batch(given: int | None, kind: DeviceKind, size: int) -> None:
     """64 on a CPU and 256 on a GPU, or as set."""
-    assert size == Settings(max_batch_size=given).batch_size(on_cpu)
+    assert size == Settings(max_batch_size=given).batch_size(kind)
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,10 @@ from export.__main__ import main
 from model.tokenizer import train
 from service.core import bundle, packing
 from service.core.bundle import Bundle
+from service.core.cpu import CPU
 from service.core.encode import Encoder
 from service.core.packing import Packed
-from service.core.session import CPU, BatchOutputs, SessionOptions, open_session
+from service.core.session import BatchOutputs, SessionOptions, open_session
 from tests import samples
 
 pytestmark = pytest.mark.usefixtures("scratch")
@@ -149,7 +150,7 @@ def run(made: Bundle) -> BatchOutputs:
     """A batch of mixed lengths, as it is served."""
     options = SessionOptions(threads=1)
     session = open_session(made, provider="cpu", options=options)
-    assert CPU == session.provider
+    assert CPU is session.kind
     return session.run(pack(made))
 
 

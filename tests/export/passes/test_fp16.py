@@ -413,7 +413,7 @@ def checked(gpu_bundle: Path, tiny: EncoderWithHeads) -> tuple:
 
 
 def pretend_a_gpu(monkeypatch: pytest.MonkeyPatch, run: object) -> None:
-    monkeypatch.setattr(verify, "cuda_problem", lambda: None)
+    monkeypatch.setattr(verify, "device_problem", lambda kind: None)
     monkeypatch.setattr(verify, "gpu_runner", lambda *_: run)
 
 

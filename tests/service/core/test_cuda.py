@@ -6,7 +6,8 @@ from importlib import metadata
 import pytest
 
 from service.core import cuda
-from service.core.cuda import Gpu, NoGpuError, check_gpu, find_gpu, has_gpu
+from service.core.cuda import Gpu, check_gpu, find_gpu, has_gpu
+from service.core.device_kind import NoDeviceError
 from tests.service.fakes import FakeDriver
 
 H100 = Gpu("NVIDIA H100", (9, 0), 80 * 2**30, (13, 0))
@@ -33,7 +34,7 @@ def test_driver_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", load)
-    with pytest.raises(NoGpuError, match=r"a library is missing: libcuda\.so\.1"):
+    with pytest.raises(NoDeviceError, match=r"a library is missing: libcuda\.so\.1"):
         find_gpu()
 
 
@@ -58,7 +59,7 @@ def test_cards(card: str, capability: tuple[int, int], usable: bool) -> None:
     if usable:
         check_gpu(gpu, "1.31.1")
         return
-    with pytest.raises(NoGpuError, match=rf"^NVIDIA {card} has .*\(provider = cpu\)$"):
+    with pytest.raises(NoDeviceError, match=rf"^NVIDIA {card} has .*\(provider = cpu\)$"):
         check_gpu(gpu, "1.31.1")
 
 
@@ -83,7 +84,7 @@ def test_drivers(cuda_major: int, supported: tuple[int, int], reason: str) -> No
     if not reason:
         check_gpu(gpu, "1.31.1", cuda_major)
         return
-    with pytest.raises(NoGpuError, match=reason):
+    with pytest.raises(NoDeviceError, match=reason):
         check_gpu(gpu, "1.31.1", cuda_major)
 
 

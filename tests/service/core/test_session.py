@@ -17,26 +17,25 @@ import numpy as np
 import onnx
 import pytest
 
-from service.core import bundle, packing
+from service.core import bundle, cuda, packing
 from service.core.bundle import Bundle, BundleError
+from service.core.cpu import CPU
+from service.core.cuda import CUDA
 from service.core.encode import Encoder
 from service.core.packing import SLOT_MULTIPLE, Packed, make_layout, positions
 from service.core.session import (
-    CPU,
-    CUDA,
     RUNTIME,
     TRIAL,
     ProviderError,
     Session,
     SessionOptions,
-    cuda_problem,
-    find_provider,
+    device_problem,
     open_graph,
     open_session,
     ort,
     packed_feeds,
     padded_feeds,
-    unused_gpu,
+    usable_kinds,
 )
 from tests.service.fakes import FakeDriver
 
@@ -87,7 +86,7 @@ class Pretended:
     def __init__(self, *_: object, **__: object) -> None: ...
 
     def get_providers(self) -> list[str]:
-        return [CPU]
+        return [CPU.provider]
 
 
 @pytest.fixture
@@ -97,7 +96,7 @@ def gpu_build(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(name: str) -> None:
         raise OSError("libcudnn.so.9: cannot open shared object file")
 
-    monkeypatch.setattr(ort, "get_available_providers", lambda: [CUDA, CPU])
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [CUDA.provider, CPU.provider])
     monkeypatch.setattr(ort, "preload_dlls", lambda: None, raising=False)
     monkeypatch.setattr(ctypes, "CDLL", load)
 
@@ -105,9 +104,9 @@ def gpu_build(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def unknown_device() -> Iterator[None]:
     """The device is queried anew in every test, and after the last one."""
-    cuda_problem.cache_clear()
+    device_problem.cache_clear()
     yield
-    cuda_problem.cache_clear()
+    device_problem.cache_clear()
 
 
 # -- what is opened -------------------------------------------------------------------------------
@@ -122,7 +121,7 @@ def test_graph(asked: Any, precision: str, opened: Bundle) -> None:
     assert (precision, "packed", CPU) == (
         session.graph.precision,
         session.graph.layout,
-        session.provider,
+        session.kind,
     )
 
 
@@ -239,7 +238,7 @@ def test_threads_change_nothing(opened: Bundle, packed: Packed) -> None:
 
 def test_cuda_with_a_cpu_runtime(opened: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA that was asked for and cannot be ends with what to install."""
-    monkeypatch.setattr(ort, "get_available_providers", lambda: [CPU])
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [CPU.provider])
     line = "provider is cuda, but this onnxruntime has no CUDA provider: install onnxruntime-gpu"
     with pytest.raises(ProviderError, match=line):
         open_session(opened, provider="cuda", options=ONE_THREAD)
@@ -256,42 +255,45 @@ def test_cuda_without_its_library(opened: Bundle) -> None:
 def test_auto_without_the_library(opened: Bundle) -> None:
     """`auto` serves on the CPU, and can say why."""
     session = open_session(opened, options=ONE_THREAD)
-    assert CPU == session.provider
-    assert "libcudnn.so.9" in (unused_gpu(session) or "")
+    assert CPU is session.kind
+    assert "libcudnn.so.9" in (session.provider_note or "")
 
 
 def test_auto_without_a_gpu_build(opened: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU build of ONNX Runtime serves on the CPU without a warning."""
-    monkeypatch.setattr(ort, "get_available_providers", lambda: [CPU])
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [CPU.provider])
     session = open_session(opened, options=ONE_THREAD)
-    assert (CPU, None) == (session.provider, unused_gpu(session))
+    assert (CPU, None) == (session.kind, session.provider_note)
 
 
 def test_cpu_is_never_in_doubt(opened: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """With `provider = cpu` no GPU is queried, also where the runtime is a GPU build."""
-    monkeypatch.setattr("service.core.session.cuda_problem", lambda: pytest.fail("queried a GPU"))
-    monkeypatch.setattr(ort, "get_available_providers", lambda: [CUDA, CPU])
-    assert CPU == find_provider("cpu")
+    monkeypatch.setattr(cuda, "find_gpu", lambda: pytest.fail("queried a GPU"))
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [CUDA.provider, CPU.provider])
+    assert CPU == usable_kinds("cpu")[0]
     session = open_session(opened, provider="cpu", options=ONE_THREAD)
-    assert "provider is cpu" == unused_gpu(session)
+    assert "provider is cpu" == session.provider_note
 
 
 def test_auto_with_a_gpu_that_does_not_work(
     opened: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If CUDA loads but its device is not usable, `auto` serves on the CPU and logs the reason."""
-    monkeypatch.setattr("service.core.session.cuda_problem", lambda: None)
-    monkeypatch.setattr(ort, "get_available_providers", lambda: [CUDA, CPU])
+    monkeypatch.setattr("service.core.session.device_problem", lambda kind: None)
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [CUDA.provider, CPU.provider])
     session = open_session(opened, options=ONE_THREAD)
-    assert (CPU, "fp32") == (session.provider, session.graph.precision)
-    assert CUDA in (unused_gpu(session) or "")
+    assert (CPU, "fp32") == (session.kind, session.graph.precision)
+    assert CUDA.provider in (session.provider_note or "")
 
 
 def test_session_that_got_another_provider(opened: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """A runtime that quietly falls back to the CPU is found out."""
-    monkeypatch.setattr("service.core.session.cuda_problem", lambda: None)
+    monkeypatch.setattr("service.core.session.device_problem", lambda kind: None)
     monkeypatch.setattr(ort, "InferenceSession", Pretended)
-    with pytest.raises(ProviderError, match=f"{CUDA} was asked for, but the session runs on {CPU}"):
+    with pytest.raises(
+        ProviderError,
+        match=f"{CUDA.provider} was asked for, but the session runs on {CPU.provider}",
+    ):
         open_session(opened, provider="cuda", options=ONE_THREAD)
 
 
@@ -302,7 +304,7 @@ def test_session_that_got_another_provider(opened: Bundle, monkeypatch: pytest.M
 def gpu_driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """A GPU build with all its libraries, and a driver with an H100."""
     driver = FakeDriver()
-    monkeypatch.setattr(ort, "get_available_providers", lambda: [CUDA, CPU])
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [CUDA.provider, CPU.provider])
     monkeypatch.setattr(ort, "preload_dlls", lambda: None, raising=False)
     monkeypatch.setattr(ort, "__version__", "1.31.1")
     monkeypatch.setattr(ort, "cuda_version", "13.0")
@@ -318,11 +320,11 @@ class OnTheGpu:
         self, model: bytes, settings: Any, providers: list[Any], enable_fallback: int
     ) -> None:
         assert (TRIAL, 0) == (model, enable_fallback)
-        assert (1, CUDA) == (settings.intra_op_num_threads, providers[0][0])
-        self.session = RUNTIME_SESSION(model, settings, providers=[CPU])
+        assert (1, CUDA.provider) == (settings.intra_op_num_threads, providers[0][0])
+        self.session = RUNTIME_SESSION(model, settings, providers=[CPU.provider])
 
     def get_providers(self) -> list[str]:
-        return [CUDA, CPU]
+        return [CUDA.provider, CPU.provider]
 
     def run(self, outputs: Any, feeds: dict[str, Any], options: Any = None) -> Any:
         return self.session.run(outputs, feeds)
@@ -337,8 +339,8 @@ def refuse(*_: Any, enable_fallback: int = 1, **__: Any) -> Any:
 @pytest.mark.usefixtures("gpu_driver")
 def test_gpu_that_works() -> None:
     """Driver, card and a trial run agree: CUDA is the provider, by default and by name."""
-    assert cuda_problem() is None
-    assert [CUDA, CUDA] == [find_provider("auto"), find_provider("cuda")]
+    assert device_problem(CUDA) is None
+    assert [CUDA, CUDA] == [usable_kinds("auto")[0], usable_kinds("cuda")[0]]
 
 
 def test_trial_graph() -> None:
@@ -355,10 +357,10 @@ def test_gpu_that_fails_a_trial_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no session can be made on the device, CUDA by name is refused and `auto` takes the CPU, with the reason."""
     monkeypatch.setattr(ort, "InferenceSession", refuse)
     reason = "NVIDIA H100 failed a trial run: CUDA failure 46: all CUDA-capable devices are busy or unavailable"
-    assert reason == cuda_problem()
-    assert CPU == find_provider("auto")
+    assert reason == device_problem(CUDA)
+    assert CPU == usable_kinds("auto")[0]
     with pytest.raises(ProviderError, match=f"provider is cuda, but {reason}"):
-        find_provider("cuda")
+        usable_kinds("cuda")[0]
 
 
 @pytest.mark.parametrize(
@@ -382,13 +384,13 @@ def test_gpu_that_cannot_be_used(
     """An old driver, a card without code and a broken driver are named; `auto` serves on the CPU with the reason."""
     vars(gpu_driver).update(facts)
     with pytest.raises(ProviderError) as raised:
-        find_provider("cuda")
+        usable_kinds("cuda")[0]
     assert str(raised.value).startswith(f"provider is cuda, but {reason}")
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(ort, "InferenceSession", RUNTIME_SESSION)
         session = open_session(opened, options=ONE_THREAD)
-    assert CPU == session.provider
-    assert (unused_gpu(session) or "").startswith(reason)
+    assert CPU is session.kind
+    assert (session.provider_note or "").startswith(reason)
 
 
 def test_device_is_queried_once(
@@ -402,7 +404,7 @@ def test_device_is_queried_once(
         loads.append(None)
 
     monkeypatch.setattr(ort, "preload_dlls", preload)
-    assert [None] * 3 == [cuda_problem() for _ in range(3)]
+    assert [None] * 3 == [device_problem(CUDA) for _ in range(3)]
     assert (1, 1) == (len(loads), gpu_driver.calls["cuInit"])
     assert ("", "") == tuple(capsys.readouterr())
 
@@ -417,8 +419,8 @@ def test_threads_on_a_gpu(gpu_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> 
         return SimpleNamespace(get_providers=lambda: names)
 
     monkeypatch.setattr(ort, "InferenceSession", open_on)
-    for provider in (CUDA, CPU):
-        open_graph(gpu_bundle / "fp32.onnx", provider, SessionOptions(threads=8))
+    for kind in (CUDA, CPU):
+        open_graph(gpu_bundle / "fp32.onnx", kind, SessionOptions(threads=8))
     assert [1, 8] == threads
 
 
@@ -440,7 +442,7 @@ class Emulated:
         self.evaluator = evaluator(Path(path))
 
     def get_providers(self) -> list[str]:
-        return [CUDA, CPU]
+        return [CUDA.provider, CPU.provider]
 
     def get_inputs(self) -> list[SimpleNamespace]:
         return [SimpleNamespace(name=name) for name in self.evaluator.input_names]
@@ -463,7 +465,7 @@ class Emulated:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     """A GPU that works, in all but name; gives what has been opened on it."""
-    monkeypatch.setattr("service.core.session.cuda_problem", lambda: None)
+    monkeypatch.setattr("service.core.session.device_problem", lambda kind: None)
     monkeypatch.setattr(ort, "InferenceSession", Emulated)
     monkeypatch.setattr(Emulated, "opened", [])
     return Emulated.opened
@@ -476,7 +478,7 @@ def test_half_on_a_gpu(
     """A GPU runs the fp16 graph where there is one, is fed what it takes, and gives fp32's answers but for rounding."""
     opened = bundle.load(gpu_bundle)
     session = open_session(opened, precision=asked, provider=provider, options=ONE_THREAD)
-    assert ("fp16", CUDA) == (session.graph.precision, session.provider)
+    assert ("fp16", CUDA) == (session.graph.precision, session.kind)
     assert ["fp16.onnx"] == [name for name, _ in gpu]
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(ort, "InferenceSession", RUNTIME_SESSION)
@@ -500,10 +502,10 @@ def test_order_on_a_gpu(
 
     monkeypatch.setattr(Emulated, "__init__", load)
     session = open_session(bundle.load(gpu_bundle), options=ONE_THREAD)
-    assert ("portable", CUDA) == (session.graph.layout, session.provider)
+    assert ("portable", CUDA) == (session.graph.layout, session.kind)
     assert ["fp16.onnx", "fp32.onnx", "fp32.portable.onnx"] == [name for name, _ in gpu]
     options = {"use_tf32": "0", "enable_skip_layer_norm_strict_mode": "1"}
-    assert [(CUDA, options)] * 3 == [provider for _, provider in gpu]
+    assert [(CUDA.provider, options)] * 3 == [provider for _, provider in gpu]
 
 
 @pytest.mark.usefixtures("gpu")
@@ -528,7 +530,7 @@ def test_half_bundle_on_a_cpu(gpu_bundle: Path) -> None:
     assert ("fp32", "packed", CPU) == (
         session.graph.precision,
         session.graph.layout,
-        session.provider,
+        session.kind,
     )
 
 
@@ -536,25 +538,28 @@ def test_half_bundle_with_a_gpu_that_does_not_work(
     gpu_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So it is where CUDA loads and its device cannot be used."""
-    monkeypatch.setattr("service.core.session.cuda_problem", lambda: None)
-    monkeypatch.setattr(ort, "get_available_providers", lambda: [CUDA, CPU])
+    monkeypatch.setattr("service.core.session.device_problem", lambda kind: None)
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [CUDA.provider, CPU.provider])
     session = open_session(bundle.load(gpu_bundle), options=ONE_THREAD)
-    assert (CPU, "fp32") == (session.provider, session.graph.precision)
-    assert session.gpu_problem
+    assert (CPU, "fp32") == (session.kind, session.graph.precision)
+    assert session.provider_note
 
 
 @pytest.mark.parametrize(
     ("provider", "said"),
     [
-        ("cpu", f"it has no fp16 graph for {CPU}, only for cuda$"),
-        ("auto", f"it has no fp16 graph for {CPU}, only for cuda: this onnxruntime has no CUDA"),
+        ("cpu", f"it has no fp16 graph for {CPU.provider}, only for cuda$"),
+        (
+            "auto",
+            f"it has no fp16 graph for {CPU.provider}, only for cuda: this onnxruntime has no CUDA",
+        ),
     ],
 )
 def test_half_asked_for_on_a_cpu(
     provider: Any, said: str, gpu_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The setting fp16 needs a GPU, and the error has the reason why there is none."""
-    monkeypatch.setattr(ort, "get_available_providers", lambda: [CPU])
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [CPU.provider])
     with pytest.raises(BundleError, match=said):
         open_session(
             bundle.load(gpu_bundle), precision="fp16", provider=provider, options=ONE_THREAD
@@ -716,7 +721,7 @@ def test_a_masked_head_needs_its_input(masked_bundle: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(cuda_problem() is not None, reason=f"no GPU: {cuda_problem()}")
+@pytest.mark.skipif(device_problem(CUDA) is not None, reason=f"no GPU: {device_problem(CUDA)}")
 def test_half_on_a_real_gpu(gpu_bundle: Path, packed: Packed) -> None:
     """On a device the goldens hold, and a text's answer in a batch is the one alone but for fp16's rounding."""
     opened = bundle.load(gpu_bundle)
@@ -745,8 +750,8 @@ def test_missing_precision(opened: Bundle) -> None:
 
 def test_no_graph_for_the_provider(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A precision that has a graph, but none for the provider that was named, is refused."""
-    monkeypatch.setattr("service.core.session.cuda_problem", lambda: None)
-    said = f"it has no int8 graph for {CUDA}, only for cpu"
+    monkeypatch.setattr("service.core.session.device_problem", lambda kind: None)
+    said = f"it has no int8 graph for {CUDA.provider}, only for cpu"
     with pytest.raises(BundleError, match=said):
         open_session(bundle.load(copy), precision="int8", provider="cuda", options=ONE_THREAD)
 

@@ -17,10 +17,12 @@ from structlog.typing import EventDict
 from service import health
 from service.core import bundle, session
 from service.core.bundle import BundleError
-from service.core.cuda import Gpu
+from service.core.cpu import CPU
+from service.core.cuda import CUDA
+from service.core.device_kind import Slots
 from service.core.encode import Window
 from service.core.packing import MOST_MASKS, Packed
-from service.core.session import CPU, CUDA, BatchOutputs, Session, SessionOptions, open_session
+from service.core.session import BatchOutputs, Session, SessionOptions, open_session
 from service.engines import local_device
 from service.engines.local_device import LocalDevice, Runner, full_shapes
 from service.errors import InferenceFailed
@@ -29,7 +31,7 @@ from service.scheduling.cost_model import Sample
 from service.scheduling.entries import Entry
 from service.scheduling.executor import BatchStats, Running
 from service.scheduling.load import MAX_QUEUE_TOKENS
-from service.settings import Settings, Slots
+from service.settings import Settings
 
 
 @pytest.fixture
@@ -181,13 +183,13 @@ def test_attention_of_a_batch_is_bounded_by_the_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The scores of the batches that run at once take half of the GPU, unless the limit is set."""
-    monkeypatch.setattr(local_device, "find_gpu", lambda: Gpu("T4", (7, 5), 16 * 2**30, (13, 0)))
+    gpu = replace(CUDA, memory=lambda: 16 * 2**30)
     opened = bundle.load(gpu_bundle)
     graph = next(g for g in opened.manifest.graphs if g.precision == precision)
     graph = graph.model_copy(update={"attention_bias": bias})
     monkeypatch.setattr(Session, "__init__", lambda self: None)
     session = Session()  # type: ignore[call-arg]
-    session.graph, session.provider = graph, CUDA
+    session.graph, session.kind = graph, gpu
     device = LocalDevice(Settings(max_batch_attention=given), Slots(2, {1: 1}), Metrics())
     assert area == device._area(session)
 
@@ -216,7 +218,8 @@ class OnTheGpu:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.graph, self.provider, self.stores_scores = session.graph, CUDA, False
+        self.graph, self.kind, self.provider = session.graph, CUDA, CUDA.provider
+        self.stores_scores, self.provider_note = False, None
         self.ran: list[tuple[int, int]] = []
         self.most = math.inf  # tokens for which there is memory
 
@@ -239,7 +242,7 @@ def on_the_gpu(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> OnTheGpu:
 
 def gpu_device(**settings: Any) -> LocalDevice:
     chosen = Settings(**{"max_batch_tokens": 1024, **settings})
-    return LocalDevice(chosen, Slots(2, {1: 1}), Metrics(), on_cpu=False)
+    return LocalDevice(chosen, Slots(2, {1: 1}), Metrics(), CUDA)
 
 
 async def test_a_gpu_runs_full_batches_first(on_the_gpu: OnTheGpu, tiny_bundle: Path) -> None:
@@ -284,8 +287,9 @@ async def test_broken_gpu_under_auto(
     tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, lines: list[EventDict]
 ) -> None:
     """The CPU serves with its own number of slots, and the reason is logged and described."""
-    monkeypatch.setattr(session, "cuda_problem", lambda: "NVIDIA H100 failed a trial run: why")
-    monkeypatch.setattr(session.ort, "get_available_providers", lambda: [CUDA, CPU])
+    problems = {CUDA: "NVIDIA H100 failed a trial run: why", CPU: None}
+    monkeypatch.setattr(session, "device_problem", problems.get)
+    monkeypatch.setattr(session.ort, "get_available_providers", lambda: [CUDA.provider])
     monkeypatch.setattr(local_device, "usable_cores", lambda: 3)
     async with local_device.open_device(Settings(bundles=(tiny_bundle,)), Metrics()) as device:
         device.add(device.open(bundle.load(tiny_bundle)))
@@ -297,6 +301,6 @@ async def test_broken_gpu_under_auto(
 
 async def test_gpu_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two batches run at once, of up to 256 sequences."""
-    monkeypatch.setattr(session, "cuda_problem", lambda: None)
+    monkeypatch.setattr(session, "device_problem", lambda kind: None)
     async with local_device.open_device(Settings(), Metrics()) as device:
         assert (2, 256) == (device.batcher.planner.slots, device.batcher.planner.budget.size)

@@ -82,7 +82,7 @@ async def test_same_bundle_twice(tiny_bundle: Path, tmp_path: Path) -> None:
 
 async def test_provider_before_bundles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unavailable provider is reported before any bundle is read."""
-    monkeypatch.setattr("service.core.session.cuda_problem", lambda: "there is none")
+    monkeypatch.setattr("service.core.session.device_problem", lambda kind: "there is none")
     with pytest.raises(ProviderError, match="there is none"):
         async with opened(settings(tmp_path / "nowhere", provider="cuda")):
             pytest.fail("it opened")
@@ -92,7 +92,7 @@ async def test_unused_gpu(
     tiny_bundle: Path, lines: list[EventDict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPU that is there and not used is warned of, and `describe` says why."""
-    monkeypatch.setattr("service.engines.local_device.unused_gpu", lambda _: "a library is missing")
+    monkeypatch.setattr("service.core.session._explain", lambda *_: "a library is missing")
     async with opened(settings(tiny_bundle)) as engines:
         note = engines.get(None).describe()["provider_note"]
     warned = [(line["model"], line["reason"]) for line in lines if line["log_level"] == "warning"]
