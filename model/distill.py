@@ -7,28 +7,30 @@ training loop and the resumption of an interrupted run are the same as in `finet
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import tokenizers
 import torch
+from pydantic import model_validator
 
-from model import config, finetune, pretrain, settings_checks
+from model import config, finetune, pretrain
 from model.checkpoints import reader, source
 from model.data import corpus, examples
 from model.data.corpus import Corpus
 from model.data.pretraining_batches import Sampler, Specials
 from model.families.registry import FAMILIES, family_of
 from model.heads import EncoderWithHeads
+from model.run_settings import check_choice, setting
 from model.training import distillation, optim
 from model.training.distillation import DistillationObjective, Teacher, TeacherHead, TrainingTask
 from model.training.run_record import check_output
 from model.training.training_run import run_script
 from service.core.encode import Encoder, Window, load_tokenizer
 
-UNITS = ("sentences", "blocks", "passages")
+Unit = Literal["sentences", "blocks", "passages"]  # of plain text
 SHORTEST_PASSAGE = 16  # tokens, special tokens included
 # Settings of a loss, and the loss.
 SETTINGS_OF_LOSSES = {
@@ -39,48 +41,71 @@ SETTINGS_OF_LOSSES = {
 }
 
 
-@dataclass
 class DistillSettings(finetune.FinetuneSettings):
-    heads: dict[str, Any] = field(default_factory=dict)  # as in fine-tuning; rows are optional
-    teacher: str = ""  # any checkpoint: a directory, a hub name or package:NAME/FOLDER
-    losses: dict[str, float] = field(default_factory=dict)  # weights of distillation.LOSSES
-    # A student of layers of `init_from`, by default of the teacher.
-    layers: list[int] = field(default_factory=list)  # their indices from 0, in order
-    num_layers: int = 0  # or their number, evenly spaced from the first on; 0: half of them
-    # A new student.
-    preset: str = ""
-    family: str = ""  # a model_type; bert, unless given
-    shape: dict[str, Any] = field(default_factory=dict)  # further fields of its configuration
-    max_position_embeddings: int | None = None  # the family's, unless given
-    # Options of the losses.
-    # Pairs of a student's and a teacher's layer, 0 the embeddings.
-    hidden_layers: list[list[int]] = field(default_factory=list)
-    # The teacher's layer, from 0 or negative from the end; the student's is its last.
-    relation_layer: int = -1
-    relation_heads: int = 0  # 0: as many as the teacher has heads
-    distance: str = "cosine"  # of vectors; or mse
-    # Plain text.
-    corpus: list[str] = field(default_factory=list)  # files or folders of .txt, .gz, .xz
-    unit: str = "sentences"  # or blocks of max_length tokens, or passages of all lengths up to it
-    corpus_batch_size: int = 32  # for passages: if of max_length tokens, more if shorter
-    cache: str = "runs/cache"
+    """The settings of distillation; heads need no rows."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        settings_checks.check_counts(self, "corpus_batch_size")
-        settings_checks.check_choice("unit", self.unit, UNITS)
-        settings_checks.check_choice("distance", self.distance, distillation.VECTOR_DISTANCES)
+    teacher: str = setting(
+        "",
+        "checkpoint to learn from: a directory, a hub name or package:NAME/FOLDER",
+        "runs/big/checkpoint",
+    )
+    losses: dict[str, float] = setting(
+        dict,
+        "weight of each loss: labels, logits, hidden, relations, embedding, similarity",
+        '\'{"labels": 0.5, "logits": 1.0}\'',
+    )
+    layers: list[int] = setting(
+        list, "indices of the layers that the student gets, from 0", "'[0, 2, 4]'"
+    )
+    num_layers: int = setting(
+        0, "number of layers that the student gets, evenly spaced; 0 for half of them", "3"
+    )
+    preset: str = setting("", "shape of a new encoder: tiny, mini, small, base or large", "mini")
+    family: str = setting(
+        "", "model_type of a new encoder; by default bert, or that of `init_from`", "electra"
+    )
+    shape: dict[str, Any] = setting(
+        dict, "further fields of a new encoder's config.json", "'{\"num_hidden_layers\": 3}'"
+    )
+    max_position_embeddings: int | None = setting(
+        None, "positions of a new encoder; by default the family's", "512"
+    )
+    hidden_layers: list[list[int]] = setting(
+        list,
+        "pairs of a student's and a teacher's layer, 0 for the embeddings",
+        "'[[1, 2], [2, 4]]'",
+    )
+    relation_layer: int = setting(
+        -1, "teacher's layer of relations, from 0, or negative from the end", "-1"
+    )
+    relation_heads: int = setting(0, "heads of relations; 0 for the teacher's number", "32")
+    distance: Literal["cosine", "mse"] = setting(
+        "cosine", "distance of vectors: cosine or mse", "mse"
+    )
+    corpus: list[str] = setting(
+        list, "list of files or folders of text: .txt, .gz or .xz", "'[\"corpus/\"]'"
+    )
+    unit: Unit = setting(
+        "sentences", "samples of plain text: sentences, blocks or passages", "passages"
+    )
+    corpus_batch_size: int = setting(32, "texts in a batch of plain text", "32", ge=1)
+    cache: str = setting("runs/cache", "directory of tokenized text", "runs/cache")
+
+    @model_validator(mode="after")
+    def _losses_fit(self) -> Self:
         for name, weight in self.losses.items():
-            settings_checks.check_choice("losses", name, distillation.LOSSES)
+            check_choice("losses", name, distillation.LOSSES)
             if weight < 0:
                 raise ValueError(f"losses: {name} counts {weight}, which is below 0")
         if not any(self.losses.values()):
             raise ValueError(f"losses: none of {', '.join(distillation.LOSSES)} counts")
         for name, loss in SETTINGS_OF_LOSSES.items():
-            if getattr(self, name) != getattr(DistillSettings, name, []) and not self.counts(loss):
+            default = type(self).model_fields[name].get_default(call_default_factory=True)
+            if getattr(self, name) != default and not self.counts(loss):
                 raise ValueError(f"{name}: losses.{loss} counts nothing")
         if not (self.heads or self.corpus):
             raise ValueError("missing: heads with rows, or a corpus")
+        return self
 
     def check_heads(self) -> None:
         """Accept settings without heads: plain text trains a student, too."""
@@ -96,7 +121,7 @@ class DistillSettings(finetune.FinetuneSettings):
         fresh = ("preset", "family", "shape", "max_position_embeddings", "tokenizer")
         of_fresh = [n for n in fresh if getattr(self, n)]
         if self.preset:
-            settings_checks.check_choice("preset", self.preset, config.PRESETS)
+            check_choice("preset", self.preset, config.PRESETS)
             if of_layers:
                 raise ValueError(f"preset: a fresh student, of which {of_layers[0]} says nothing")
         elif of_fresh:
@@ -104,7 +129,7 @@ class DistillSettings(finetune.FinetuneSettings):
         if self.layers and self.num_layers:
             raise ValueError("layers and num_layers: one of them says it")
         if self.family:
-            settings_checks.check_choice("family", self.family, FAMILIES)
+            check_choice("family", self.family, FAMILIES)
 
     def counts(self, *names: str) -> bool:
         """Return whether any of these losses has a weight."""

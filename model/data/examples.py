@@ -10,15 +10,16 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
+from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -27,7 +28,7 @@ from model.data import row_warnings, sources
 from model.data.labelled_rows import DataError, QuestionRow, Sentence, Text
 from model.data.labelled_rows import read as read_rows
 from model.heads import IGNORE_INDEX, Inputs
-from model.settings_checks import check_choice, check_counts, check_types
+from model.run_settings import RunSettings, check_choice, setting
 from service.core import bundle, packing, tags
 from service.core.encode import Encoded, Encoder, Encoding, Window
 from service.core.packing import Ints
@@ -49,75 +50,96 @@ TRIPLET_DISTANCES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float]] =
 }
 
 
-@dataclass
-class HeadSettings:
+class HeadSettings(RunSettings):
     """The settings of one head: a `[heads.<name>]` table of a run's TOML file."""
 
-    task: bundle.Task
-    train: list[str]
-    dev: str = ""
-    batch_size: int = 32  # rows of a micro-batch; for embeddings, groups of related texts
-    scored_batch_size: int = 32  # embeddings: pairs with a score, in a separate micro-batch
-    weight: float = 1.0  # of this head's loss
-    teacher: str = ""  # a checkpoint with this head, whose outputs it learns in addition to labels
-    replace_words: float = (
-        0.0  # for a head with a teacher: share of words replaced at the first step
+    task: bundle.Task = setting(
+        ..., "classification, ner, qa, embedding or sparse-embedding", '"classification"'
     )
-    # The name of the column by field, for files whose columns have no usual names.
-    columns: dict[str, str] = field(default_factory=dict)
-    # Classification: replacements for labels of training rows; rows with a dropped label are left out.
-    label_map: dict[str, str] = field(default_factory=dict)
-    drop_labels: list[str] = field(default_factory=list)
-    # Classification: the weight of each label in the loss, 1 unless given; or "balanced", see `class_weights`.
-    class_weights: str | dict[str, float] = field(default_factory=dict)
-    max_length: int = 0  # 0: the run's
-    stride: int = 64  # ner and qa: tokens that adjacent windows share
-    join_sentences: int = 1  # ner: from 2 on, adds rows of this many adjacent sentences of a file
-    # Losses of embeddings.
-    loss: str = "cosent"  # from scored pairs: "cosent" or "cosine"
-    contrast: str = "ranking"  # from related texts: "ranking" or "triplet"
-    scale: float = SCALE  # ranking: factor of cosines
-    symmetric: bool = True  # ranking: rank anchors for positives, too
-    distance: str = "euclidean"  # triplet: "euclidean" or "cosine"
-    margin: float | None = None  # triplet: 1 for Euclidean distance, 0.2 for cosine, unless given
-    # Sparse embeddings: the weight of the FLOPS regularizer, and the share of the steps over which it rises from 0.
-    flops: float = 0.003
-    flops_ramp: float = 1 / 3
-    # Fields of the manifest.
-    labels: list[str] = field(default_factory=list)  # empty: the labels in the data
-    problem_type: bundle.ProblemType = SINGLE_LABEL
-    pooling: bundle.PoolingMode = "mean"
-    normalize: bool = True
-    max_answer_tokens: int = 30
-    max_query_tokens: int = 64
-    demo: bool = False
+    train: list[str] = setting(..., "list of files to train on", '["train.jsonl"]')
+    dev: str = setting(
+        "", "file to evaluate on; without one, dev_share of the rows is held out", '"dev.jsonl"'
+    )
+    batch_size: int = setting(
+        32, "rows of a micro-batch; of an embedding, groups of related texts", "16", ge=1
+    )
+    scored_batch_size: int = setting(
+        32, "embedding: scored pairs of a separate micro-batch", "32", ge=1
+    )
+    weight: float = setting(1.0, "weight of this head's loss", "0.5")
+    teacher: str = setting(
+        "", "checkpoint with this head, whose outputs it learns, too", '"runs/big/checkpoint"'
+    )
+    replace_words: float = setting(
+        0.0, "with a teacher: share of words replaced at the first step", "0.3", ge=0, le=1
+    )
+    columns: dict[str, str] = setting(
+        dict, "names of the columns or fields of the files", '{ text = "body", label = "stars" }'
+    )
+    label_map: dict[str, str] = setting(
+        dict, "classification: replacements for labels of training rows", '{ "very good" = "good" }'
+    )
+    drop_labels: list[str] = setting(
+        list, "classification: rows with these labels are left out of training", '["neutral"]'
+    )
+    class_weights: str | dict[str, float] = setting(
+        dict,
+        'classification: weight of each label in the loss, 1 where it has none; or "balanced"',
+        '"balanced"',
+    )
+    max_length: int = setting(0, "tokens of the longest input; 0 for the run's", "384")
+    stride: int = setting(64, "ner and qa: tokens that adjacent windows share", "64")
+    join_sentences: int = setting(
+        1, "ner: from 2 on, adds rows of this many adjacent sentences", "3", ge=1
+    )
+    loss: Literal["cosent", "cosine"] = setting(
+        "cosent", "embedding, scored pairs: cosent or cosine", '"cosine"'
+    )
+    contrast: Literal["ranking", "triplet"] = setting(
+        "ranking", "embedding, related texts: ranking or triplet", '"triplet"'
+    )
+    scale: float = setting(SCALE, "ranking: factor of cosines", "20.0", gt=0)
+    symmetric: bool = setting(True, "ranking: rank anchors for positives, too", "false")
+    distance: Literal["euclidean", "cosine"] = setting(
+        "euclidean", "triplet: euclidean or cosine", '"cosine"'
+    )
+    margin: float | None = setting(
+        None, "triplet: margin; by default 1 (euclidean) or 0.2 (cosine)", "0.5", gt=0
+    )
+    flops: float = setting(
+        0.003, "sparse-embedding: weight of the FLOPS regularizer", "0.001", ge=0
+    )
+    flops_ramp: float = setting(
+        1 / 3, "sparse-embedding: share of the steps over which the weight rises", "0.5", ge=0, le=1
+    )
+    labels: list[str] = setting(
+        list,
+        "labels in order; by default all labels of the data, sorted",
+        '["negative", "positive"]',
+    )
+    problem_type: bundle.ProblemType = setting(
+        SINGLE_LABEL,
+        "single_label_classification, multi_label_classification or regression",
+        '"regression"',
+    )
+    pooling: bundle.PoolingMode = setting(
+        "mean",
+        "embedding: mean, cls, max, lasttoken, weightedmean or mean_sqrt_len_tokens",
+        '"cls"',
+    )
+    normalize: bool = setting(True, "embedding: whether vectors are scaled to length 1", "false")
+    max_answer_tokens: int = setting(30, "qa: tokens of the longest answer", "30", ge=1)
+    max_query_tokens: int = setting(64, "qa: tokens of the longest question", "64", ge=1)
+    demo: bool = setting(
+        False, "whether the head shows how things work and is not meant for use", "true"
+    )
 
-    def __post_init__(self) -> None:
-        check_types(self)
+    @model_validator(mode="after")
+    def _fit(self) -> Self:
         self.train = [sources.with_columns(file, self.columns) for file in self.train]
         self.dev = self.dev and sources.with_columns(self.dev, self.columns)
         if self.task == "late-interaction":
             raise ValueError("task: heads of late-interaction are not trained here")
-        if self.flops < 0:
-            raise ValueError(f"flops: {self.flops} is below 0")
-        if not 0 <= self.flops_ramp <= 1:
-            raise ValueError(f"flops_ramp: {self.flops_ramp} is not from 0 to 1")
-        check_choice("loss", self.loss, SCORED)
-        check_choice("contrast", self.contrast, CONTRASTS)
-        check_choice("distance", self.distance, TRIPLET_DISTANCES)
-        for name, value in (("scale", self.scale), ("margin", self.margin)):
-            if value is not None and not value > 0:
-                raise ValueError(f"{name}: {value} is not above 0")
-        if not 0 <= self.replace_words <= 1:
-            raise ValueError(f"replace_words: {self.replace_words} is not from 0 to 1")
-        check_counts(
-            self,
-            "batch_size",
-            "scored_batch_size",
-            "join_sentences",
-            "max_answer_tokens",
-            "max_query_tokens",
-        )
         if self.join_sentences > 1 and self.task != "ner":
             raise ValueError("join_sentences: for ner, whose rows are sentences")
         if self.label_map or self.drop_labels:
@@ -131,6 +153,7 @@ class HeadSettings:
             self.check_class_weights()
         if self.problem_type == "regression" and len(self.labels) > 1:
             raise ValueError(f"labels: a regression has one, not {', '.join(self.labels)}")
+        return self
 
     def check_class_weights(self) -> None:
         """Raise ValueError for weights of a head that has no classes, and for weights that are not above 0."""

@@ -7,15 +7,16 @@ Each checkpoint of the run has the step, the settings with the values that the r
 `training_settings.json`.
 """
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from model.data import checksums, sources
 from model.data.corpus import corpus_files
+from model.run_settings import RunSettings
 
 SETTINGS, RECORD, STATE = "settings.json", "record.json", "last.pt"
 CHECKPOINT_RECORD = "training_settings.json"
@@ -42,7 +43,7 @@ class OtherRunError(ValueError):
     """A directory has a run with other settings or other data."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class RunRecord:
     """The settings of a run, and the files of each setting that names data: `file`, and `sha256` if it is local.
 
@@ -54,8 +55,8 @@ class RunRecord:
     is_complete: bool = False
 
     @classmethod
-    def of(cls, settings: Any) -> "RunRecord":
-        """Return the record of a dataclass of settings, with the hashes of the data files."""
+    def of(cls, settings: RunSettings) -> "RunRecord":
+        """Return the record of settings, with the hashes of the data files."""
         document = describe(settings)
         return cls(document, dict(_data_files(document)))
 
@@ -79,11 +80,9 @@ class RunRecord:
         _write(folder / CHECKPOINT_RECORD, document)
 
 
-def describe(settings: Any) -> dict[str, Any]:
-    """Return a dataclass of settings as JSON has it, without the setting that begins anew."""
-    document: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(settings)))
-    document.pop("fresh", None)
-    return document
+def describe(settings: RunSettings) -> dict[str, Any]:
+    """Return settings as JSON has them, without the setting that begins anew."""
+    return settings.model_dump(mode="json", exclude={"fresh"})
 
 
 def check_output(settings: Any, record: RunRecord | None = None) -> RunRecord:
@@ -195,25 +194,24 @@ def _flat(document: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{name}", value
 
 
-def _complete(document: dict[str, Any], settings: Any) -> dict[str, Any]:
-    """Return a document with the fields of a dataclass: defaults for new ones, without those that it lacks."""
-    complete = {}
-    for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
-        if field.name == "fresh":
+def _complete(document: dict[str, Any], settings: RunSettings) -> dict[str, Any]:
+    """Return a document with the fields of settings: defaults for new ones, without those that it lacks."""
+    complete: dict[str, Any] = {}
+    for name, field in type(settings).model_fields.items():
+        value = getattr(settings, name)
+        if name == "fresh":
             continue
-        if field.name not in document:
-            made = field.default_factory
-            default = field.default if made is dataclasses.MISSING else made()
-            complete[field.name] = None if default is dataclasses.MISSING else default
+        if name not in document:
+            required = field.is_required()
+            complete[name] = None if required else field.get_default(call_default_factory=True)
             continue
-        complete[field.name] = document[field.name]
-        if isinstance(value, dict) and isinstance(document[field.name], dict):
-            complete[field.name] = {
-                name: _complete(table, value[name])
-                if name in value and dataclasses.is_dataclass(value[name])
+        complete[name] = document[name]
+        if isinstance(value, dict) and isinstance(document[name], dict):
+            complete[name] = {
+                key: _complete(table, value[key])
+                if isinstance(value.get(key), RunSettings)
                 else table
-                for name, table in document[field.name].items()
+                for key, table in document[name].items()
             }
     return complete
 

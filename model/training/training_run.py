@@ -8,134 +8,54 @@
 <output>/last.pt         model and optimizer after the last saved step
 """
 
-import argparse
 import itertools
 import json
 import os
 import signal
 import sys
 import time
-import tomllib
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
-from model.data.examples import HeadSettings
-from model.training import run_record, settings_help
+from model.run_settings import RunSettings, S, read_settings, setting
+from model.training import run_record
 from model.training.run_record import OtherRunError, RunRecord
 from model.training.series import Series
 from model.training.stop_signals import StoppedRun, StopSignals
 
 SECONDS_BETWEEN_LINES = 10  # of progress, where the output is not a terminal
 
-S = TypeVar("S")
-BOOLEANS = ("true", "false", "null")  # values of a boolean setting on the command line
 
+class TrainingSettings(RunSettings):
+    """The settings that every training script has."""
 
-def read_settings(kind: type[S], description: str) -> S:
-    """Read a run's settings from a TOML file (see `read_config`) and then from `--name value` options.
-
-    Lists and tables are JSON on the command line. Exits with status 2 for a wrong setting.
-    """
-    tables = {field.name for field in fields(kind)} & {"heads"}  # type: ignore[arg-type]
-    parser = argparse.ArgumentParser(
-        description=description,
-        allow_abbrev=False,
-        epilog=settings_help.describe_heads(fields(HeadSettings)) if tables else None,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    output: str = setting(
+        ..., "directory of the run: checkpoint, report, metrics", "runs/questions"
     )
-    parser.add_argument(
-        "config", nargs="?", type=Path, help="a TOML file, one run each: see model/configs/"
+    matching_layers: int = setting(
+        0,
+        "first layers in which half of the attention heads are initialized to match equal tokens",
+        "2",
+        ge=0,
     )
-    for field in fields(kind):  # type: ignore[arg-type]
-        parser.add_argument(
-            f"--{field.name.replace('_', '-')}",
-            default=argparse.SUPPRESS,
-            metavar="VALUE",
-            help=settings_help.describe(field).replace("%", "%%"),
-        )
-    options = vars(parser.parse_args(_with_values(sys.argv[1:], kind)))
-    config = options.pop("config")
-    try:
-        values = read_config(config) if config else {}
-    except (OSError, ValueError) as error:
-        parser.error(f"{config}: {error}")
-    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
-    if "fresh" in values:
-        parser.error(f"{config}: fresh: give --fresh on the command line, for one run only")
-    for name in values:
-        if name not in known:
-            parser.error(f"{config}: unknown setting {name!r}: one of {', '.join(known)}")
-    for name, text in options.items():
-        try:
-            values[name] = text if known[name].type is str else json.loads(text)
-        except ValueError:
-            parser.error(
-                f"--{name.replace('_', '-')}: {text!r} is not JSON (numbers, true, false, [lists])"
-            )
-    for name, value in values.items():
-        if known[name].type in (int, int | None) and isinstance(value, float):
-            if not value.is_integer():
-                parser.error(f"{name}: {value} is no whole number")
-            values[name] = int(value)
-    missing = [
-        n
-        for n, f in known.items()
-        if n not in values and f.default is MISSING and f.default_factory is MISSING
-    ]
-    if missing:
-        parser.error(f"missing: {', '.join(missing)}")
-    try:
-        return kind(**values)
-    except (TypeError, ValueError) as error:
-        parser.error(str(error))
-
-
-def _with_values(arguments: list[str], kind: type[S]) -> list[str]:
-    """Return command-line arguments in which an option of a boolean setting without a value has `true`."""
-    flags = [
-        f"--{field.name.replace('_', '-')}"
-        for field in fields(kind)  # type: ignore[arg-type]
-        if field.type in (bool, bool | None)
-    ]
-    return [
-        f"{argument}=true" if argument in flags and value not in BOOLEANS else argument
-        for argument, value in zip(arguments, [*arguments[1:], ""], strict=True)
-    ]
-
-
-def read_config(path: Path, extending: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Return the content of a TOML file, merged over that of the file that it `extends`, table by table.
-
-    extending: the files that extend this one
-    Raises OSError for an unreadable file, ValueError for one that is no TOML or extends itself.
-    """
-    values = tomllib.loads(path.read_text(encoding="utf-8"))
-    if not (base := values.pop("extends", None)):
-        return values
-    extended = path.parent / str(base)
-    chain = (*extending, path.resolve())
-    if extended.resolve() in chain:
-        raise ValueError(f"{extended} extends itself")
-    try:
-        return _merge(values, read_config(extended, chain))
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{extended}: {error}") from None
-
-
-def _merge(values: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
-    """Merge two tables recursively; `values` have priority."""
-    merged = others | values
-    for name in others.keys() & values.keys():
-        if isinstance(values[name], dict) and isinstance(others[name], dict):
-            merged[name] = _merge(values[name], others[name])
-    return merged
+    optimizer: Literal["adamw", "muon"] = setting(
+        "adamw", "adamw, or muon for the matrices of the layers", "muon"
+    )
+    hold: float = setting(
+        0.0, "share of the steps after the warm-up at the peak learning rate", "0.8", ge=0, le=1
+    )
+    weight_decay: float = setting(0.01, "decoupled weight decay of matrices", "0.01")
+    clip: float = setting(1.0, "largest norm of the gradient", "1.0")
+    seed: int = setting(1, "seed of initial weights, order of rows, dropout and held-out rows", "7")
+    precision: Literal["auto", "fp32", "bf16"] = setting("auto", "auto, fp32 or bf16", "fp32")
+    fresh: bool = setting(False, "delete the run that `output` has, and begin anew", "true")
 
 
 def run_script(kind: type[S], description: str, work: Callable[[S], object]) -> None:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -18,9 +18,9 @@ from model.checkpoints import reader, writer
 from model.distill import DistillSettings
 from model.families.registry import FAMILIES
 from model.heads import EncoderWithHeads
+from model.run_settings import read_config
 from model.training import distillation
 from model.training.capture import capture
-from model.training.training_run import read_config
 from service.core.bundle import Head
 from service.core.encode import Encoder, load_tokenizer
 from tests.model.helpers import batch, interrupted, ours, perturb, shape, stopped
@@ -396,7 +396,7 @@ def test_text_alone_teaches(
     assert described == {"embedding": Head(task="embedding", pooling="mean", dimensions=32)}
 
 
-@pytest.mark.parametrize("unit", distill.UNITS)
+@pytest.mark.parametrize("unit", get_args(distill.Unit))
 def test_text_without_heads_gives_a_bare_encoder(
     unit: str, joint: Path, corpus_file: Path, start: Start, tmp_path: Path
 ) -> None:
@@ -422,7 +422,7 @@ def test_what_a_text_is(
     }
     known = load_tokenizer(tokenizer_file)
     teacher = distillation.load(str(joint), torch.device("cpu"))
-    for unit in distill.UNITS:
+    for unit in get_args(distill.Unit):
         s = DistillSettings(
             output="x", teacher=str(joint), losses={"hidden": 1.0}, unit=unit, **text
         )
@@ -856,10 +856,13 @@ def test_the_student_is_an_ordinary_checkpoint(
         ({"losses": {}}, "losses: none of .*, embedding, similarity counts"),
         ({"losses": {"logits": 0}}, "losses: none of"),
         ({"losses": {"attention": 1}}, "losses: 'attention' is none of labels"),
-        ({"losses": {"hidden": -1}}, "losses: hidden counts -1, which is below 0"),
+        ({"losses": {"hidden": -1}}, "losses: hidden counts -1.0, which is below 0"),
         ({"corpus": []}, "missing: heads with rows, or a corpus"),
-        ({"temperature": 0}, "temperature: 0 is not above 0"),
-        ({"corpus_batch_size": 0}, "corpus_batch_size: 0 is not 1 or more"),
+        ({"temperature": 0}, "temperature: Input should be greater than 0, not 0"),
+        (
+            {"corpus_batch_size": 0},
+            "corpus_batch_size: Input should be greater than or equal to 1, not 0",
+        ),
         ({"layers": "all"}, "layers: Input should be a valid list"),
         ({"unit": "words"}, "unit: 'words' is none of sentences, blocks, passages"),
         ({"distance": "l1"}, "distance: 'l1' is none of cosine, mse"),

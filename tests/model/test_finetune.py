@@ -996,8 +996,8 @@ def test_unknown_choices_are_named(settings: dict[str, Any], message: str) -> No
     [
         ({"max_length": "128"}, "max_length: Input should be a valid integer, not '128'"),
         ({"keep_heads": 1}, "keep_heads: Input should be a valid boolean, not 1"),
-        ({"eval_every": 0}, "eval_every: 0 is not 1 or more"),
-        ({"save_every": 0}, "save_every: 0 is not 1 or more"),
+        ({"eval_every": 0}, "eval_every: Input should be greater than or equal to 1, not 0"),
+        ({"save_every": 0}, "save_every: Input should be greater than or equal to 1, not 0"),
     ],
 )
 def test_settings_of_another_kind_are_named(settings: dict[str, Any], message: str) -> None:
@@ -1012,8 +1012,11 @@ def test_settings_of_another_kind_are_named(settings: dict[str, Any], message: s
         ({"train": "/a/file"}, "train: Input should be a valid list, not '/a/file'"),
         ({"dev": ["a"]}, r"dev: Input should be a valid string, not \['a'\]"),
         ({"labels": ["a", 1]}, "labels: Input should be a valid string, not 1"),
-        ({"batch_size": 0}, "batch_size: 0 is not 1 or more"),
-        ({"scored_batch_size": -1}, "scored_batch_size: -1 is not 1 or more"),
+        ({"batch_size": 0}, "batch_size: Input should be greater than or equal to 1, not 0"),
+        (
+            {"scored_batch_size": -1},
+            "scored_batch_size: Input should be greater than or equal to 1, not -1",
+        ),
         ({"problem_type": "multi_label"}, "problem_type: 'multi_label' is none of single_label_.*"),
         (
             {"pooling": "median"},

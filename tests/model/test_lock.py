@@ -9,7 +9,7 @@ import pytest
 from model import lock, tokenizer
 from model.data import checksums, corpus, labelled_rows
 from model.data.checksums import DataError
-from model.training.training_run import read_config
+from model.run_settings import read_config
 from service.core import bundle
 
 ROOT = Path(__file__).parents[2]

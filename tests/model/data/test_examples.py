@@ -78,8 +78,8 @@ def test_training_labels_are_mapped_and_dropped(tmp_path: Path) -> None:
         write_labels(tmp_path / "two.jsonl", "good", "bad"),
     ]
     settings = HeadSettings(
-        "classification",
-        train,
+        task="classification",
+        train=train,
         label_map={"very bad": "bad", "very good": "good"},
         drop_labels=["mixed"],
     )
@@ -96,7 +96,7 @@ def test_a_mapped_label_that_no_row_has_is_an_error(
     """A misspelled label must not leave rows as they are."""
     train = [write_labels(tmp_path / "a.jsonl", "good", "bad")]
     with pytest.raises(DataError, match=r"a\.jsonl: no row has the label 'god'"):
-        examples.read_training(HeadSettings("classification", train, **settings))
+        examples.read_training(HeadSettings(task="classification", train=train, **settings))
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_adjacent_sentences_are_joined_to_more_rows(tmp_path: Path) -> None:
         files.append(tmp_path / f"{name}.conll")
         rows = [f"{name}{i} B-PER\n. O\n" for i in range(count)]
         files[-1].write_text("\n".join(rows), encoding="utf-8")
-    head = HeadSettings("ner", [*map(str, files)], join_sentences=2)
+    head = HeadSettings(task="ner", train=[*map(str, files)], join_sentences=2)
     found = examples.read_training(head)
     joined = ["a0 . a1 .", "a2 . a3 .", "b0 . b1 ."]  # a4, b2 and c0 have no next sentence
     singles = [
@@ -135,7 +135,10 @@ def test_adjacent_sentences_are_joined_to_more_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"task": "ner", "join_sentences": 0}, "join_sentences: 0 is not 1 or more"),
+        (
+            {"task": "ner", "join_sentences": 0},
+            "join_sentences: Input should be greater than or equal to 1, not 0",
+        ),
         ({"task": "qa", "join_sentences": 2}, "join_sentences: for ner"),
     ],
 )
@@ -154,8 +157,10 @@ def weighted(settings: HeadSettings, labels: Sequence[str]) -> tuple[Head, list[
 
 def test_balanced_classes_weigh_the_same() -> None:
     """One row in four counts as much as the other three together; so do weights that the settings state."""
-    balanced = HeadSettings("classification", [], class_weights="balanced")
-    stated = HeadSettings("classification", [], class_weights={"bad": 2.0, "good": 2 / 3})
+    balanced = HeadSettings(task="classification", train=[], class_weights="balanced")
+    stated = HeadSettings(
+        task="classification", train=[], class_weights={"bad": 2.0, "good": 2 / 3}
+    )
     logits = torch.tensor([[1.0, 0.5], [0.0, 1.0], [0.3, 0.3], [2.0, -1.0]])
     labels = [np.asarray(label) for label in (0, 1, 1, 1)]
 
@@ -169,7 +174,9 @@ def test_balanced_classes_weigh_the_same() -> None:
 def test_classes_of_several_labels_are_balanced() -> None:
     """A label of one row in four weighs three times as much where it holds."""
     kind = "multi_label_classification"
-    settings = HeadSettings("classification", [], problem_type=kind, class_weights="balanced")
+    settings = HeadSettings(
+        task="classification", train=[], problem_type=kind, class_weights="balanced"
+    )
     head = Head(task="classification", labels=("rare", "half"), problem_type=kind)
     rows = [[1, 0], [0, 1], [0, 1], [0, 0]]
     drawable = [Example((window(3),), np.asarray(row, np.float32)) for row in rows]
@@ -196,20 +203,24 @@ def test_class_weights_are_checked(settings: dict[str, Any], message: str) -> No
 
 def test_a_weight_of_an_unknown_label_is_an_error() -> None:
     """A misspelled label must not leave its weight at 1."""
-    settings = HeadSettings("classification", [], class_weights={"god": 2.0})
+    settings = HeadSettings(task="classification", train=[], class_weights={"god": 2.0})
     with pytest.raises(ValueError, match="class_weights: 'god' is none of the labels bad, good"):
         weighted(settings, ["bad", "good"])
 
 
 def test_tags_always_come_in_pairs() -> None:
     """A type of one-word entities needs its I- too, for the word's further tokens."""
-    head = examples.describe(HeadSettings("ner", []), [sentence("Ada Turin", "B-PER B-LOC")], 32)
+    head = examples.describe(
+        HeadSettings(task="ner", train=[]), [sentence("Ada Turin", "B-PER B-LOC")], 32
+    )
     assert head.labels == ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")
 
 
 def test_an_embedding_is_described_by_its_pooling() -> None:
     """The vector has the encoder's size, and no labels."""
-    head = examples.describe(HeadSettings("embedding", [], pooling="cls"), [], hidden_size=32)
+    head = examples.describe(
+        HeadSettings(task="embedding", train=[], pooling="cls"), [], hidden_size=32
+    )
     assert (head.pooling, head.dimensions, head.labels) == ("cls", 32, ())
 
 
@@ -535,7 +546,9 @@ def test_drawn_pairs_follow_from_seed_and_step_alone() -> None:
 def test_scored_texts_and_others_are_learnt_apart(encoder: Encoder) -> None:
     """Each kind has a stream, with a batch size and a loss of its own."""
     found = [Similar("", ("a", "b"), 0.5), Similar("", ("a", "b", "ab"), None)]
-    settings = HeadSettings("embedding", [], batch_size=8, scored_batch_size=3, weight=0.5)
+    settings = HeadSettings(
+        task="embedding", train=[], batch_size=8, scored_batch_size=3, weight=0.5
+    )
     head = examples.describe(settings, found, 32)
     made = examples.streams("v", settings, head, list(examples.examples(found, head, encoder, 0)))
     assert [(s.name, s.head, s.batch_size, s.weight, len(s.examples)) for s in made] == [
@@ -655,20 +668,20 @@ def test_a_gradient_through_equal_texts_is_finite(distance: str) -> None:
         ({"loss": "mse"}, "loss: 'mse' is none of cosent, cosine"),
         ({"contrast": "hard"}, "contrast: 'hard' is none of ranking, triplet"),
         ({"distance": "manhattan"}, "distance: 'manhattan' is none of euclidean, cosine"),
-        ({"scale": 0.0}, "scale: 0.0 is not above 0"),
-        ({"margin": -1.0}, "margin: -1.0 is not above 0"),
+        ({"scale": 0.0}, "scale: Input should be greater than 0, not 0.0"),
+        ({"margin": -1.0}, "margin: Input should be greater than 0, not -1.0"),
     ],
 )
 def test_settings_of_a_loss_are_checked(settings: dict[str, Any], message: str) -> None:
     """Before anything is read."""
     with pytest.raises(ValueError, match=message):
-        HeadSettings("embedding", [], **settings)
+        HeadSettings(task="embedding", train=[], **settings)
 
 
 def test_late_interaction_is_not_trained() -> None:
     """The task is refused by name."""
     with pytest.raises(ValueError, match="task: heads of late-interaction are not trained here"):
-        HeadSettings("late-interaction", [])
+        HeadSettings(task="late-interaction", train=[])
 
 
 def test_a_triplet_needs_a_negative() -> None:
@@ -678,10 +691,10 @@ def test_a_triplet_needs_a_negative() -> None:
         Similar("f:2", ("a", "b"), 0.5),
         Similar("f:3", ("a", "b"), None),
     ]
-    examples.check_contrast(found, HeadSettings("embedding", []))
+    examples.check_contrast(found, HeadSettings(task="embedding", train=[]))
     with pytest.raises(DataError, match="f:3: no negative, which the triplet loss needs"):
-        examples.check_contrast(found, HeadSettings("embedding", [], contrast="triplet"))
-    examples.check_contrast(found[:2], HeadSettings("embedding", [], contrast="triplet"))
+        examples.check_contrast(found, HeadSettings(task="embedding", train=[], contrast="triplet"))
+    examples.check_contrast(found[:2], HeadSettings(task="embedding", train=[], contrast="triplet"))
 
 
 # -- grades ---------------------------------------------------------------------------------------
@@ -689,7 +702,9 @@ def test_a_triplet_needs_a_negative() -> None:
 
 def test_a_single_label_is_a_grade(encoder: Encoder) -> None:
     """From 0 to 1, of a text or a pair."""
-    head = examples.describe(HeadSettings("classification", [], labels=["relevant"]), [], 32)
+    head = examples.describe(
+        HeadSettings(task="classification", train=[], labels=["relevant"]), [], 32
+    )
     assert examples.is_graded(head)
     found = [Text("f:1", "a", "b", score=0.25), Text("f:2", "a", "b", score=1.5)]
     (example,) = examples.examples(found[:1], head, encoder, 0)
@@ -701,7 +716,9 @@ def test_a_single_label_is_a_grade(encoder: Encoder) -> None:
 def test_a_single_unnamed_label_is_a_mistake() -> None:
     """A classification with one label has no classes to separate."""
     with pytest.raises(DataError, match="f:1: all rows have the label 'x'"):
-        examples.describe(HeadSettings("classification", []), [Text("f:1", "a", None, ("x",))], 32)
+        examples.describe(
+            HeadSettings(task="classification", train=[]), [Text("f:1", "a", None, ("x",))], 32
+        )
 
 
 def test_cosent_orders_pairs() -> None:
@@ -748,17 +765,22 @@ def test_flops_regularizer_rises(ramp: float, progress: float, expected: float) 
 
 @pytest.mark.parametrize("ramp", [-0.1, 1.1])
 def test_flops_ramp_is_a_share(ramp: float) -> None:
-    with pytest.raises(ValueError, match=rf"flops_ramp: {ramp} is not from 0 to 1"):
-        HeadSettings("sparse-embedding", [], flops_ramp=ramp)
+    with pytest.raises(
+        ValueError,
+        match=rf"flops_ramp: Input should be .* than or equal to [01], not {ramp}",
+    ):
+        HeadSettings(task="sparse-embedding", train=[], flops_ramp=ramp)
 
 
 def test_a_sparse_head_knows_the_vocabulary() -> None:
     """Its description has the size of the encoder's vocabulary and the activation."""
-    settings = HeadSettings("sparse-embedding", [])
+    settings = HeadSettings(task="sparse-embedding", train=[])
     head = examples.describe(settings, [], hidden_size=32, vocab_size=600)
     assert (600, "relu") == (head.vocabulary_size, head.sparse and head.sparse.activation)
-    with pytest.raises(ValueError, match=r"flops: -1\.0 is below 0"):
-        HeadSettings("sparse-embedding", [], flops=-1.0)
+    with pytest.raises(
+        ValueError, match=r"flops: Input should be greater than or equal to 0, not -1\.0"
+    ):
+        HeadSettings(task="sparse-embedding", train=[], flops=-1.0)
 
 
 def test_pairs_of_one_score_have_nothing_to_learn() -> None:

@@ -319,7 +319,7 @@ def test_a_lesson_replaces_words_before_both_read_them(tokenizer_file: Path) -> 
     answers = distillation.match_teacher_head(
         teacher(tokenizer_file, mood=CLASSES), "mood", CLASSES
     )
-    settings = tasks.HeadSettings("classification", [], batch_size=2, replace_words=1.0)
+    settings = tasks.HeadSettings(task="classification", train=[], batch_size=2, replace_words=1.0)
     encoder = Encoder(load_tokenizer(tokenizer_file), 32)
     rows = [tasks.Text("here", "Ada drew a comet.", None, (label,)) for label in "ab"]
     (found,) = distillation.training_tasks(rows, "mood", CLASSES, settings, encoder, answers)
@@ -365,7 +365,7 @@ def test_labels_alone_are_not_annealed(tokenizer_file: Path) -> None:
 
 def test_sparse_weights_are_regularized_by_progress() -> None:
     """The regularizer is a loss of its own, whose weight rises with the progress; it counts by the labels' weight."""
-    settings = tasks.HeadSettings("sparse-embedding", [], flops=0.5, flops_ramp=0.5)
+    settings = tasks.HeadSettings(task="sparse-embedding", train=[], flops=0.5, flops_ramp=0.5)
     head = tasks.describe(settings, [], hidden_size=32, vocab_size=200)
     encoder = Encoder(load_tokenizer(FILE[0]), 32)
     encodings = tuple(

@@ -2,31 +2,34 @@
 
 import json
 import shutil
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import Field
 
+from model.run_settings import RunSettings
 from model.training import run_record
 from model.training.run_record import OtherRunError, RunRecord, check_output
 
 
-@dataclass
-class Head:
+class Head(RunSettings):
     train: list[str]
     weight: float = 1.0
-    label_map: dict[str, str] = field(default_factory=dict)
+    label_map: dict[str, str] = Field({})
 
 
-@dataclass
-class Settings:
+class Settings(RunSettings):
     output: str
     heads: dict[str, Any]
     steps: int = 5
     lr: float | None = 0.1
     save_every: int = 10
     fresh: bool = False
+
+
+def replace(settings: Any, **fields: Any) -> Any:
+    return settings.model_copy(update=fields)
 
 
 @pytest.fixture
@@ -39,7 +42,7 @@ def data(tmp_path: Path) -> Path:
 @pytest.fixture
 def settings(tmp_path: Path, data: Path) -> Settings:
     """Settings of a run that is saved in its directory."""
-    settings = Settings(str(tmp_path / "run"), {"topic": Head([str(data)])})
+    settings = Settings(output=str(tmp_path / "run"), heads={"topic": Head(train=[str(data)])})
     folder = Path(settings.output)
     folder.mkdir()
     RunRecord.of(settings).write(folder, settings)
@@ -66,7 +69,7 @@ def test_settings_that_may_change(settings: Settings, change: dict[str, Any]) ->
 def test_a_moved_file_is_the_same(settings: Settings, data: Path) -> None:
     """Files are compared by their content."""
     moved = data.rename(data.with_name("b.csv"))
-    check_output(replace(settings, heads={"topic": Head([str(moved)])}))
+    check_output(replace(settings, heads={"topic": Head(train=[str(moved)])}))
 
 
 def test_a_moved_run_is_the_same(settings: Settings, tmp_path: Path) -> None:
@@ -93,12 +96,14 @@ def test_other_data_is_named(settings: Settings, data: Path) -> None:
 def test_another_file_is_named(settings: Settings, data: Path) -> None:
     other = data.with_name("b.csv")
     other.write_text("text,label\nb,x\n")
-    found = refusal(replace(settings, heads={"topic": Head([str(other)])}))
+    found = refusal(replace(settings, heads={"topic": Head(train=[str(other)])}))
     assert f"heads.topic.train: {other} (was {data})" in found
 
 
 def test_other_columns_of_a_file_are_other_data(settings: Settings, data: Path) -> None:
-    found = refusal(replace(settings, heads={"topic": Head([f"{data}?text=label&label=text"])}))
+    found = refusal(
+        replace(settings, heads={"topic": Head(train=[f"{data}?text=label&label=text"])})
+    )
     assert f"heads.topic.train: {data}?text=label&label=text (was {data})" in found
 
 
@@ -111,7 +116,7 @@ def test_other_heads_are_named_once(settings: Settings) -> None:
 
 
 def test_an_entry_of_a_table_is_named(settings: Settings, data: Path) -> None:
-    head = Head([str(data)], label_map={"x": "y"})
+    head = Head(train=[str(data)], label_map={"x": "y"})
     assert 'heads.topic.label_map.x: "y" (was unset)' in refusal(
         replace(settings, heads={"topic": head})
     )

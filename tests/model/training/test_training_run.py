@@ -2,9 +2,6 @@
 
 import json
 import signal
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,157 +11,18 @@ from matplotlib.image import imread
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
+from model.run_settings import RunSettings
 from model.training import optim, training_run
 from model.training.run_record import OtherRunError
 from model.training.stop_signals import StoppedRun
-from model.training.training_run import TrainingRun, read_settings, show_metrics
+from model.training.training_run import TrainingRun, show_metrics
 
 
-@dataclass
-class Settings:
+class Settings(RunSettings):
     output: str
     steps: int
     lr: float = 0.1
-    pairs: bool = True
-    files: list[str] = field(default_factory=list)
-    phases: list[list[float]] | None = None
-    tables: dict[str, Any] = field(default_factory=dict)
     fresh: bool = False
-
-
-def read(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Settings:
-    monkeypatch.setattr(sys, "argv", ["train", *arguments])
-    return read_settings(Settings, "Train.")
-
-
-Refused = Callable[..., str]
-
-
-@pytest.fixture
-def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refused:
-    """The error message for arguments with which no run can begin."""
-
-    def said(*arguments: str) -> str:
-        with pytest.raises(SystemExit, match="2"):
-            read(monkeypatch, *arguments)
-        return capsys.readouterr().err
-
-    return said
-
-
-class TestSettings:
-    def test_command_line(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Settings come from the command line: text as it is, all else as JSON."""
-        arguments = ["--output", "3", "--steps", "7", "--lr", "1e-3", "--pairs", "false", "--files"]
-
-        settings = read(monkeypatch, *arguments, '["a", "b"]', "--phases", "[[1, 8]]")
-
-        assert settings == Settings("3", 7, 0.001, False, ["a", "b"], [[1, 8]])
-
-    def test_file(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        """Settings come from a TOML file, and the rest are defaults."""
-        path = tmp_path / "run.toml"
-        path.write_text('output = "runs/a"\nsteps = 7\nphases = [[0.5, 8], [0.5, 16]]\n')
-
-        settings = read(monkeypatch, str(path))
-
-        assert settings == Settings("runs/a", 7, phases=[[0.5, 8], [0.5, 16]])
-
-    def test_whole_numbers(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """1e4 is a whole number, too."""
-        settings = read(monkeypatch, "--output", "a", "--steps", "1e4")
-
-        assert repr(settings.steps) == "10000"
-
-    def test_booleans_need_no_value(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        """The option alone sets a boolean, also before the name of a file; the value false unsets it."""
-        path = tmp_path / "run.toml"
-        path.write_text('output = "runs/a"\nsteps = 7\npairs = false\n')
-
-        assert read(monkeypatch, "--pairs", str(path)).pairs is True
-        assert read(monkeypatch, str(path), "--pairs").pairs is True
-        assert read(monkeypatch, str(path), "--pairs", "false").pairs is False
-
-    def test_command_line_wins(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        """The command line overrides the file."""
-        path = tmp_path / "run.toml"
-        path.write_text('output = "runs/a"\nsteps = 7\nlr = 0.5\n')
-
-        assert read(monkeypatch, str(path), "--steps", "8") == Settings("runs/a", 8, 0.5)
-
-    def test_a_file_that_extends_another(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        """It contains only differences, also within tables; lists are replaced. The base may extend a third file."""
-        (tmp_path / "first.toml").write_text(
-            'output = "runs/a"\nsteps = 7\nlr = 0.5\nfiles = ["a", "b"]\n'
-            "[tables.one]\nsize = 1\nrate = 2\n[tables.two]\nsize = 3\n"
-        )
-        (tmp_path / "second.toml").write_text('extends = "first.toml"\nsteps = 8\n')
-        last = tmp_path / "last.toml"
-        last.write_text(
-            'extends = "second.toml"\nfiles = ["c"]\nlr = 0.25\n[tables.one]\nsize = 4\n'
-        )
-        monkeypatch.chdir("/")
-
-        settings = read(monkeypatch, str(last))
-
-        tables = {"one": {"size": 4, "rate": 2}, "two": {"size": 3}}
-        assert settings == Settings("runs/a", 8, 0.25, files=["c"], tables=tables)
-
-    @pytest.mark.parametrize(
-        ("text", "message"),
-        [
-            ('extends = "wrong.toml"\n', "wrong.toml extends itself"),
-            ('extends = "base.toml"\n', "base.toml extends itself"),
-            ('extends = "nowhere.toml"\n', "[Errno 2] No such file or directory"),
-            ('extends = "broken.toml"\n', "broken.toml: Invalid value (at line 2"),
-        ],
-        ids=["itself", "in a circle", "nothing", "no TOML"],
-    )
-    def test_a_file_that_extends_what_cannot_be(
-        self, refused: Refused, tmp_path: Path, text: str, message: str
-    ) -> None:
-        (tmp_path / "base.toml").write_text('extends = "middle.toml"\n')
-        (tmp_path / "middle.toml").write_text('extends = "base.toml"\n')
-        (tmp_path / "broken.toml").write_text("steps = 7\nlr = fast\n")
-        path = tmp_path / "wrong.toml"
-        path.write_text(text)
-
-        assert message in refused(str(path))
-
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            (["--output", "a"], "missing: steps"),
-            (["--outptu", "a"], "unrecognized arguments: --outptu"),
-            (["--out", "a"], "unrecognized arguments: --out"),
-            (["--output", "a", "--steps", "many"], "--steps: 'many' is not JSON"),
-            (["--output", "a", "--steps", "7.5"], "steps: 7.5 is no whole number"),
-            (["nowhere.toml"], "nowhere.toml: [Errno 2]"),
-        ],
-    )
-    def test_refusals(self, refused: Refused, arguments: list[str], message: str) -> None:
-        """Missing, unknown, shortened and unreadable settings are refused by name."""
-        assert message in refused(*arguments)
-
-    @pytest.mark.parametrize(
-        ("text", "message"),
-        [
-            ("stpes = 7\n", "unknown setting 'stpes': one of output, steps, lr"),
-            ("steps = 7\nlr = fast\n", "at line 2"),
-            ("fresh = true\n", "fresh: give --fresh on the command line, for one run only"),
-        ],
-        ids=["unknown name", "no TOML", "fresh"],
-    )
-    def test_wrong_file(self, refused: Refused, tmp_path: Path, text: str, message: str) -> None:
-        """It is refused by name: with the names there are, or with where it goes wrong."""
-        path = tmp_path / "run.toml"
-        path.write_text(text)
-
-        _, said, reason = refused(str(path)).partition(f"{path}: ")
-        assert said
-        assert message in reason
 
 
 def recorded(settings: Settings) -> dict[str, Any]:
@@ -184,7 +42,7 @@ def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
-    return Settings(str(tmp_path / "runs" / "a"), 5)
+    return Settings(output=str(tmp_path / "runs" / "a"), steps=5)
 
 
 class TestRun:
@@ -202,7 +60,7 @@ class TestRun:
         with TrainingRun.open(settings.output, 5, settings) as training_run:
             training_run.resume(layer, optimizer)
             training_run.save(5, layer, optimizer)
-        longer = replace(settings, steps=8)
+        longer = settings.model_copy(update={"steps": 8})
         with TrainingRun.open(settings.output, 8, longer) as again:
             assert again.resume(layer, optimizer)["step"] == 5
 
@@ -216,7 +74,7 @@ class TestRun:
             training_run.resume(layer, optimizer)
             training_run.save(5, layer, optimizer)
         with (
-            TrainingRun.open(settings.output, 4, replace(settings, steps=4)) as again,
+            TrainingRun.open(settings.output, 4, settings.model_copy(update={"steps": 4})) as again,
             pytest.raises(OtherRunError, match="is already at step 5, beyond the 4 of these"),
         ):
             again.resume(layer, optimizer)
