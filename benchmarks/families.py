@@ -30,6 +30,8 @@ from benchmarks.lib import machine, traffic
 from export import trace_graphs
 from export.goldens import torch_outputs
 from export.passes import quantize
+from export.passes.mask_free_attention import drop_masks
+from export.passes.portable import make_portable
 from model.attention import PackedLayout
 from model.checkpoints import reader
 from model.config import preset
@@ -108,10 +110,12 @@ def measure(model_type: str, folder: Path) -> Row:
     peer = save_peer(model_type, folder / "checkpoint")
     model = reader.load_model(folder / "checkpoint")
     batch = sample(model)
-    packed = trace_graphs.export_packed(model)
+    packed = trace_graphs.trace_packed(model)
+    padded = make_portable(packed)
+    drop_masks(packed)
     graphs = {
         "packed": packed,
-        "padded": trace_graphs.export_portable(model),
+        "padded": padded,
         "int8": quantize.quantize(packed),
     }
     runs = {name: opened(proto, folder / f"{name}.onnx") for name, proto in graphs.items()}

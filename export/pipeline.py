@@ -31,8 +31,16 @@ from export import (
 )
 from export.external import attach_head, onnx_source
 from export.measure_memory import UnmeasuredError, measure_memory
-from export.passes import biases, first_token_only, half_stream, quantize, three_products
+from export.passes import (
+    biases,
+    first_token_only,
+    half_stream,
+    mask_free_attention,
+    quantize,
+    three_products,
+)
 from export.passes import fp16 as half
+from export.passes.portable import make_portable
 from model.checkpoints import writer
 from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.reader import read_teachers
@@ -310,9 +318,10 @@ def write_graphs(
     encodings: the goldens' texts, whose numbers decide what an fp16 graph computes in fp16
     windows: texts whose numbers decide how int8 rounds; empty without an int8 graph
     """
-    show("tracing the packed and the portable graph ...")
-    packed = trace_graphs.export_packed(source.model)
-    portable = trace_graphs.export_portable(source.model)
+    show("tracing the packed graph ...")
+    packed = trace_graphs.trace_packed(source.model)
+    portable = make_portable(packed)
+    mask_free_attention.drop_masks(packed)
     if "int8" in precisions:
         show("calibrating and rounding the int8 graph ...")
         inputs = calibration.measure_inputs(packed, windows)

@@ -1,6 +1,6 @@
-"""Trace a model to ONNX graphs: packed for ONNX Runtime's attention kernels, portable for any runtime.
+"""Trace a model to packed ONNX graphs for ONNX Runtime's attention kernels on a CPU or CUDA.
 
-All are traces of the same module; only the layout differs. `docs/reference/bundle.md` specifies the names.
+`docs/reference/bundle.md` specifies the names.
 
 T tokens, B sequences, S longest, M mask tokens, C outputs of a head
 """
@@ -20,7 +20,7 @@ from torch.export import Dim
 
 from export.passes import mask_free_attention
 from export.passes.fold import fold
-from model.attention import PackedLayout, PaddedLayout
+from model.attention import PackedLayout
 from model.heads import EncoderWithHeads
 from service.core import bundle, packing
 
@@ -32,7 +32,6 @@ SMALL = 1024  # bytes; smaller tensors stay in the graph, where shape inference 
 PACKED_INPUTS = ["input_ids", "token_type_ids", "position_ids", "lengths", "unpack", "pack"]
 CUDA_INPUTS = [*PACKED_INPUTS[:4], "token_offset", "cu_seqlens"]
 ATTENTION_BIAS = 6  # place among the inputs of PackedMultiHeadAttention
-PORTABLE_INPUTS = ["input_ids", "attention_mask", "token_type_ids"]
 MASKS = "positions"  # the last input, where a head has a row for each mask token
 
 
@@ -84,35 +83,18 @@ class PackedCuda(nn.Module):
         return tuple(self.model(*inputs, positions=positions).values())
 
 
-class Portable(nn.Module):
-    """`[B, S]` padded tokens with their mask -> every head's output, per token as `[B, S, C]`.
-
-    positions: flat slots of the mask tokens, [M]
-    """
-
-    def __init__(self, model: EncoderWithHeads) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        token_type_ids: Tensor,
-        positions: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
-        batch, longest = input_ids.shape
-        position_ids = torch.arange(longest).expand(batch, longest)
-        flat = (ids.reshape(-1) for ids in (input_ids, token_type_ids, position_ids))
-        outputs = self.model(*flat, PaddedLayout(attention_mask), positions=positions)
-        return tuple(
-            output.view(batch, longest, -1) if self.model.described[name].per_token else output
-            for name, output in outputs.items()
-        )
-
-
 def export_packed(model: EncoderWithHeads) -> onnx.ModelProto:
-    """Trace the packed graph: `com.microsoft.MultiHeadAttention` between two gathers, without a mask where possible.
+    """Trace the packed graph, and remove the mask of attention where possible.
+
+    Raises ValueError for a head with the name of an input.
+    """
+    proto = trace_packed(model)
+    mask_free_attention.drop_masks(proto)
+    return proto
+
+
+def trace_packed(model: EncoderWithHeads) -> onnx.ModelProto:
+    """Trace the packed graph: `com.microsoft.MultiHeadAttention` with key lengths, between two gathers.
 
     Raises ValueError for a head with the name of an input.
     """
@@ -148,15 +130,6 @@ def has_attention_bias(proto: onnx.ModelProto) -> bool:
     """Return whether any attention of a graph for CUDA adds a bias to its scores."""
     packed = (node for node in proto.graph.node if node.op_type == "PackedMultiHeadAttention")
     return any(len(node.input) > ATTENTION_BIAS and node.input[ATTENTION_BIAS] for node in packed)
-
-
-def export_portable(model: EncoderWithHeads) -> onnx.ModelProto:
-    """Trace the portable graph: standard operators only, padded `[B, S]` inputs."""
-    batch = Dim("B")
-    slot = Dim("S")
-    ids = np.ones((3, 5), dtype=np.int64)
-    dims = [{0: batch, 1: slot}] * 3
-    return _trace(Portable(model), [ids, ids, 0 * ids], dims, PORTABLE_INPUTS, model.described)
 
 
 def _trace(
@@ -210,7 +183,6 @@ def _tidy(proto: onnx.ModelProto, outputs: list[str]) -> onnx.ModelProto:
     del proto.metadata_props[:]
     del proto.graph.metadata_props[:]
     fold(proto)
-    mask_free_attention.drop_masks(proto)
     onnx.checker.check_model(proto)
     return proto
 

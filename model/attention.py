@@ -234,13 +234,13 @@ def _varlen(qkv: Tensor, num_heads: int, layout: PackedLayout, scale: float | No
 
 
 def _onnx(
-    qkv: Tensor, num_heads: int, layout: PackedLayout, bias: Tensor | None, scale: float
+    qkv: Tensor, num_heads: int, layout: PackedLayout, bias: Tensor | None, scale: float | None
 ) -> Tensor:
     query, key, value = to_slots(qkv, layout).chunk(3, dim=-1)  # [B, S, H]
     context = torch.onnx.ops.symbolic(
         "com.microsoft::MultiHeadAttention",
         [query, key, value, None, layout.lengths.to(torch.int32), *_optional(bias)],
-        _attributes(num_heads, scale),
+        {"num_heads": num_heads, "scale": scale or (query.shape[-1] // num_heads) ** -0.5},
         dtype=qkv.dtype,
         shape=query.shape,
         version=1,
@@ -253,11 +253,6 @@ def _optional(bias: Tensor | None) -> list[Tensor]:
     return [] if bias is None else [bias]
 
 
-def _attributes(num_heads: int, scale: float | None) -> dict[str, int | float]:
-    """An operator's attributes."""
-    return {"num_heads": num_heads} if scale is None else {"num_heads": num_heads, "scale": scale}
-
-
 def _onnx_cuda(
     qkv: Tensor, num_heads: int, layout: PackedLayout, bias: Tensor | None, scale: float
 ) -> Tensor:
@@ -265,7 +260,7 @@ def _onnx_cuda(
     return torch.onnx.ops.symbolic(
         "com.microsoft::PackedMultiHeadAttention",
         [query, key, value, None, layout.token_offset, layout.cu_seqlens, *_optional(bias)],
-        _attributes(num_heads, scale),
+        {"num_heads": num_heads} if scale is None else {"num_heads": num_heads, "scale": scale},
         dtype=qkv.dtype,
         shape=query.shape,
         version=1,

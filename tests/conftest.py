@@ -77,20 +77,19 @@ def seed(name: str) -> None:
 
 @dataclass(frozen=True)
 class Traced:
-    """The fp32 graphs of the tiny model, before anything was done to them."""
+    """The fp32 graphs of the tiny model: as traced, without masks, and portable."""
 
+    trace: "onnx.ModelProto"
     packed: "onnx.ModelProto"
     portable: "onnx.ModelProto"
 
     def spare(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Let exports of the tiny model use copies of these, for tracing is what takes its time."""
-        import onnx
+        """Let exports of the tiny model use a copy of the trace, for tracing is what takes its time."""
+        monkeypatch.setattr("export.trace_graphs.trace_packed", lambda _: copied(self.trace))
 
-        def copy(proto: onnx.ModelProto) -> onnx.ModelProto:
-            return onnx.ModelProto.FromString(proto.SerializeToString())
 
-        monkeypatch.setattr("export.trace_graphs.export_packed", lambda _: copy(self.packed))
-        monkeypatch.setattr("export.trace_graphs.export_portable", lambda _: copy(self.portable))
+def copied(proto: "onnx.ModelProto") -> "onnx.ModelProto":
+    return type(proto).FromString(proto.SerializeToString())
 
 
 @pytest.fixture(scope="session")
@@ -108,18 +107,19 @@ def traced(tiny_checkpoint: Path, built_once: "BuiltOnce") -> Traced:
     import torch
 
     from export import trace_graphs
+    from export.passes.mask_free_attention import drop_masks
+    from export.passes.portable import make_portable
     from model.checkpoints.reader import load_model
 
     torch.set_num_threads(1)  # models this small are slowed by a second thread
 
-    def trace(folder: Path) -> None:
-        model = load_model(tiny_checkpoint)
-        folder.mkdir()
-        onnx.save(trace_graphs.export_packed(model), folder / "packed.onnx")
-        onnx.save(trace_graphs.export_portable(model), folder / "portable.onnx")
+    def build(path: Path) -> None:
+        onnx.save(trace_graphs.trace_packed(load_model(tiny_checkpoint)), path)
 
-    folder = built_once("graphs/tiny", trace)
-    return Traced(onnx.load(folder / "packed.onnx"), onnx.load(folder / "portable.onnx"))
+    trace = onnx.load(built_once("graphs/tiny.onnx", build))
+    packed = copied(trace)
+    drop_masks(packed)
+    return Traced(trace, packed, make_portable(trace))
 
 
 @pytest.fixture(scope="session")

@@ -65,7 +65,7 @@ def drop_masks(model: onnx.ModelProto) -> None:
     for _, _, product in attentions:
         product.input[1:] = [f"{name}.wide" for name in product.input[1:]]
     replaced = {split.output[0]: [_split(split)] for _, split, _ in attentions}
-    replaced |= {node.output[0]: _attend(node, hidden // heads) for node, _, _ in attentions}
+    replaced |= {node.output[0]: _attend(node) for node, _, _ in attentions}
     rest = [new for node in graph.node for new in replaced.get(node.output[0], [node])]
     graph.initializer.extend(_constants(heads, hidden))
     del graph.node[:]
@@ -144,11 +144,8 @@ def _split(node: NodeProto) -> NodeProto:
     return helper.make_node("Split", [node.input[0], SIZES], node.output, node.name, axis=-1)
 
 
-def _attend(node: NodeProto, head_size: int) -> list[NodeProto]:
-    """Return the attention without lengths. The scale is that of the original head size D, unless it is set."""
+def _attend(node: NodeProto) -> list[NodeProto]:
+    """Return the attention without lengths, with the scale of the original head size D."""
     query, key, value = node.input[:3]
     hiding = helper.make_node("ScatterND", [key, PLACES, KEYS], [f"{key}.hiding"])
-    attend = with_inputs(node, [query, f"{key}.hiding", value])
-    if not any(attribute.name == "scale" for attribute in node.attribute):
-        attend.attribute.append(helper.make_attribute("scale", head_size**-0.5))
-    return [hiding, attend]
+    return [hiding, with_inputs(node, [query, f"{key}.hiding", value])]

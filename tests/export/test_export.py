@@ -13,10 +13,11 @@ import torch
 from onnx import numpy_helper
 from safetensors.torch import load_file
 
-from export import trace_graphs, verify
+from export import pipeline, trace_graphs, verify
 from export.__main__ import main
 from export.goldens import run_torch
 from export.passes import quantize
+from export.passes.portable import make_portable
 from export.provenance import read_metadata
 from model.checkpoints.reader import load_encoder, load_model, read_teachers
 from model.checkpoints.writer import save_joint
@@ -526,14 +527,14 @@ def test_shipped_provenance_is_the_lock_s() -> None:
 
 def break_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the packed graph another model's: one norm is a tenth off."""
-    whole = trace_graphs.export_packed
+    whole = trace_graphs.trace_packed
 
     def broken(model: Any) -> onnx.ModelProto:
         proto = whole(model)
         scale_weights(proto, "layers.1.feed_forward_norm.weight", 1.1)
         return proto
 
-    monkeypatch.setattr(trace_graphs, "export_packed", broken)
+    monkeypatch.setattr(trace_graphs, "trace_packed", broken)
 
 
 def scale_weights(proto: onnx.ModelProto, name: str, factor: float | np.ndarray) -> None:
@@ -561,14 +562,13 @@ def test_portable_parity_failure(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Nor is a bundle whose portable graph alone is wrong."""
-    whole = trace_graphs.export_portable
 
-    def broken(model: Any) -> onnx.ModelProto:
-        proto = whole(model)
+    def broken(packed: onnx.ModelProto) -> onnx.ModelProto:
+        proto = make_portable(packed)
         scale_weights(proto, "layers.1.feed_forward_norm.weight", 1.1)
         return proto
 
-    monkeypatch.setattr(trace_graphs, "export_portable", broken)
+    monkeypatch.setattr(pipeline, "make_portable", broken)
     monkeypatch.setattr(trace_graphs, "save_sharing_weights", save_apart)
     status = export(tiny_checkpoint, out)
     assert_refused(status, "fp32 portable: head sentiment differs from PyTorch by ", out, capsys)

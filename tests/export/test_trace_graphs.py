@@ -12,7 +12,8 @@ from export import trace_graphs
 from export.cuda_emulator import emulated
 from export.goldens import torch_outputs
 from export.passes import fp16 as half
-from export.passes import mask_free_attention
+from export.passes import mask_free_attention, portable
+from export.passes.portable import make_portable
 from export.passes.quantize import quantize
 from model.checkpoints.reader import load_model
 from model.config import BertConfig
@@ -186,13 +187,13 @@ class TestParity:
 def test_awkward_portable(awkward: EncoderWithHeads) -> None:
     """The portable graph, too, bears heads that are named as its own values."""
     packed = batch([4, 9], 50)
-    found = run_portable(trace_graphs.export_portable(awkward), awkward, packed)
+    found = run_portable(make_portable(trace_graphs.trace_packed(awkward)), awkward, packed)
     assert_same_as_torch(awkward, found, packed)
 
 
 @pytest.mark.parametrize(
     "name",
-    sorted({*trace_graphs.PACKED_INPUTS, *trace_graphs.CUDA_INPUTS, *trace_graphs.PORTABLE_INPUTS}),
+    sorted({*trace_graphs.PACKED_INPUTS, *trace_graphs.CUDA_INPUTS, *portable.INPUTS}),
 )
 def test_head_named_as_an_input(name: str, awkward: EncoderWithHeads) -> None:
     """A head cannot bear an input's name; it is refused before anything is traced."""
@@ -334,11 +335,11 @@ class TestPooling:
 
     def test_portable(self, pooled: EncoderWithHeads) -> None:
         """Each pooling of the portable graph is PyTorch's, with more padding than needed, too."""
-        portable = trace_graphs.export_portable(pooled)
-        assert {""} == {domain for domain, _ in operators(portable)}
+        proto = make_portable(trace_graphs.trace_packed(pooled))
+        assert {""} == {domain for domain, _ in operators(proto)}
         for padding in (0, 5):
             packed = batch([1, 30, 2, 7], vocab_size=50)
-            assert_same_as_torch(pooled, run_portable(portable, pooled, packed, padding), packed)
+            assert_same_as_torch(pooled, run_portable(proto, pooled, packed, padding), packed)
 
     def test_cuda(self, pooled: EncoderWithHeads, tmp_path: Path) -> None:
         """Each pooling of the fp16 graph for CUDA is PyTorch's but for the rounding of fp16."""
