@@ -49,8 +49,8 @@ from model.checkpoints.unread import unread_settings
 from model.heads import EncoderWithHeads
 from service.core import bundle
 from service.core.bundle import (
-    FORMAT_4_FIELDS,
-    FORMAT_5_FIELDS,
+    EMBEDDING_FIELDS,
+    FORMAT_VERSION,
     Bundle,
     BundleError,
     Golden,
@@ -78,6 +78,11 @@ EXPECTED_ERRORS = (
 )
 
 NO_VECTORS = {"matryoshka_dimensions"}  # a field of embedding heads that changes no vector
+# Fields that the hash of an embedding space omits where a head does not use them.
+OPTIONAL_FIELDS = (
+    *("late_interaction", "sparse", "mask_token_id", "vocabulary_size", "calibration_temperature"),
+    *EMBEDDING_FIELDS,
+)
 
 Show = Callable[[str], None]
 
@@ -371,7 +376,7 @@ def draft_manifest(
     license_field = {key: metadata[key] for key in ("weights_license",) if key in metadata}
     manifest = Manifest.model_validate(
         {
-            "format_version": bundle.format_version(fields["graphs"], fields["heads"].values()),
+            "format_version": FORMAT_VERSION,
             "name": request.name,
             "version": request.version,
             "max_length": encoder.max_length,
@@ -418,20 +423,13 @@ def graph_records(folder: Path) -> list[dict[str, Any]]:
     return records
 
 
-def unused_fields(head: Head) -> set[str]:
-    """Return the fields that heads of the first formats did not have, as far as this head does not use them."""
-    added = {"late_interaction", "sparse", "mask_token_id", "vocabulary_size", *FORMAT_5_FIELDS}
-    unset = {name for name in added if getattr(head, name) is None}
-    return unset | {*FORMAT_4_FIELDS} - {*head.format_4_fields()}
-
-
 def embedding_space(heads: Mapping[str, Head], *files: Path) -> str | None:
     """Return a name that changes whenever vectors stop being comparable; None without a head that gives vectors.
 
     files: weights and tokenizer, which it is a hash of, with the descriptions of the heads that give vectors
     """
     described = [
-        head.model_dump_json(exclude=unused_fields(head) | NO_VECTORS)
+        head.model_dump_json(exclude=head.unused_fields(OPTIONAL_FIELDS) | NO_VECTORS)
         for head in heads.values()
         if head.gives_vectors
     ]
@@ -588,10 +586,7 @@ def state_memory(manifest: Manifest, full: Path, show: Show) -> Manifest:
                 show(f"{what}: {describe_memory(memory)}")
                 record["memory"] = memory.model_dump()
         graphs.append(record)
-    version = max(manifest.format_version, bundle.format_version(graphs, manifest.heads.values()))
-    return Manifest.model_validate(
-        {**manifest.model_dump(), "graphs": graphs, "format_version": version}
-    )
+    return Manifest.model_validate({**manifest.model_dump(), "graphs": graphs})
 
 
 def describe_memory(memory: Memory) -> str:

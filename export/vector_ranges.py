@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from export import calibration, verify
 from model.evaluate import run_sorted
 from service.core import decode
-from service.core.bundle import PROMPT_NAMES, Bundle, Head, Ranges, format_version
+from service.core.bundle import PROMPT_NAMES, Bundle, Head, Ranges
 from service.core.cpu import CPU
 from service.core.encode import Encoder
 
@@ -56,7 +56,6 @@ def add_ranges(
     fields = {
         **manifest.model_dump(),
         "heads": {name: head.model_dump() for name, head in heads.items()},
-        "format_version": format_version([], heads.values()),
         "embedding_space": hashlib.sha256(space.encode()).hexdigest()[:16],
     }
     return replace(draft, manifest=type(manifest).model_validate(fields))

@@ -37,6 +37,7 @@ from service.core.device_kind import DeviceKind
 from service.core.device_table import check_name
 
 MANIFEST = "manifest.json"
+FORMAT_VERSION = 5  # of manifests; the formats before it were not released
 
 Task = Literal[
     "classification",
@@ -57,11 +58,10 @@ Ranges = tuple[
     tuple[float, ...], tuple[float, ...]
 ]  # the smallest and the largest number of each dimension
 PROMPT_NAMES = ("query", "document")  # prompts that sentence-transformers always has
-FORMAT_4_FIELDS = (
+EMBEDDING_FIELDS = (
     *("prompts", "default_prompt", "include_prompt", "input_type"),
     *("matryoshka_dimensions", "quantization_ranges"),
 )
-FORMAT_5_FIELDS = ("calibration_temperature",)
 PER_TOKEN: frozenset[str] = frozenset({"ner", "qa", "late-interaction"})  # one output row per token
 VECTORS: frozenset[str] = frozenset(
     {"embedding", "late-interaction", "sparse-embedding"}
@@ -172,9 +172,8 @@ class Head(_Record):
     late_interaction: LateInteraction | None = None
     sparse: Sparse | None = None
     demo: bool = False
-    # Of classification heads, since format 5:
     calibration_temperature: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    # Of embedding heads, since format 4:
+    # Of embedding heads:
     prompts: dict[str, str] = {}
     default_prompt: str | None = None
     include_prompt: bool = True
@@ -188,8 +187,8 @@ class Head(_Record):
             raise ValueError(f"a {self.task} head needs labels")
         if self.task == "embedding":
             self._check_embedding()
-        elif self.format_4_fields():
-            raise ValueError(f"{self.format_4_fields()[0]} is for embedding heads only")
+        elif used := {*EMBEDDING_FIELDS} - self.unused_fields(EMBEDDING_FIELDS):
+            raise ValueError(f"{min(used)} is for embedding heads only")
         if self.calibration_temperature is not None and not self.has_classes:
             raise ValueError("calibration_temperature is for classification heads with labels only")
         if self.task == "late-interaction" and None in (self.late_interaction, self.dimensions):
@@ -229,18 +228,11 @@ class Head(_Record):
                     f"quantization_ranges.{count}: must be finite, smallest numbers first"
                 )
 
-    def format_4_fields(self) -> list[str]:
-        """Return the names of the fields whose values need format 4."""
-        changed = [
-            name
-            for name in FORMAT_4_FIELDS
-            if getattr(self, name) != type(self).model_fields[name].default
-        ]
-        return changed + ["pooling"] * (self.pooling not in ("mean", "cls", None))
-
-    def format_5_fields(self) -> list[str]:
-        """Return the names of the fields whose values need format 5."""
-        return [name for name in FORMAT_5_FIELDS if getattr(self, name) is not None]
+    def unused_fields(self, names: Iterable[str]) -> set[str]:
+        """Return which of these fields have their default value."""
+        return {
+            name for name in names if getattr(self, name) == type(self).model_fields[name].default
+        }
 
     @property
     def has_classes(self) -> bool:
@@ -333,8 +325,8 @@ class Graph(File):
     provider: Annotated[str, AfterValidator(partial(check_name, other="any"))]
     opset: int
     weights: File | None = None
-    attention_bias: bool | None = None  # since format 2
-    memory: Memory | None = None  # since format 3
+    attention_bias: bool | None = None
+    memory: Memory | None = None
 
 
 class Vocabulary(File):
@@ -407,7 +399,7 @@ def _commercial_use(datasets: Iterable[DataSet]) -> str:
 class Manifest(_Record):
     """`manifest.json`. The order of `heads` matters: the first head of a task is its default."""
 
-    format_version: Literal[1, 2, 3, 4, 5]
+    format_version: Literal[5]
     name: str = Field(pattern=NAME)
     version: str = Field(pattern=NAME)
     heads: dict[Annotated[str, StringConstraints(pattern=NAME)], Head] = Field(min_length=1)
@@ -421,22 +413,26 @@ class Manifest(_Record):
     provenance: Provenance = Provenance()
     weights_license: str = "unknown"
 
+    @model_validator(mode="before")
+    @classmethod
+    def _has_this_format(cls, fields: Any) -> Any:
+        if (
+            isinstance(fields, dict)
+            and fields.get("format_version", FORMAT_VERSION) != FORMAT_VERSION
+        ):
+            found = fields["format_version"]
+            raise ValueError(
+                f"format_version {found} is not {FORMAT_VERSION}: export the bundle again"
+            )
+        return fields
+
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if self.default_precision not in self.precisions:
             raise ValueError(f"default_precision {self.default_precision} has no graph")
-        for graph in self.graphs:
-            if graph.attention_bias is not None and self.format_version < 2:
-                raise ValueError(f"{graph.file}: attention_bias needs format_version 2")
-            if graph.memory is not None and self.format_version < 3:
-                raise ValueError(f"{graph.file}: memory needs format_version 3")
         for name, head in self.heads.items():
             if head.late_interaction is not None:
                 self._check_late_interaction(name, head.late_interaction)
-            if head.format_4_fields() and self.format_version < 4:
-                raise ValueError(f"{name}: {head.format_4_fields()[0]} needs format_version 4")
-            if head.format_5_fields() and self.format_version < 5:
-                raise ValueError(f"{name}: {head.format_5_fields()[0]} needs format_version 5")
         missing = set(self.precisions) - set(self.goldens.tolerance)
         if missing:
             raise ValueError(f"no golden tolerance for {sorted(missing)}")
@@ -722,22 +718,6 @@ def cosine(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
 def hash_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def format_version(graphs: Iterable[Mapping[str, Any]], heads: Iterable[Head] = ()) -> int:
-    """Return the oldest format version that can describe these graphs and heads.
-
-    graphs: as the manifest's records
-    """
-    described = list(heads)
-    if any(head.format_5_fields() for head in described):
-        return 5
-    if any(head.format_4_fields() for head in described):
-        return 4
-    fields = {name for graph in graphs for name, value in graph.items() if value is not None}
-    if "memory" in fields:
-        return 3
-    return 2 if "attention_bias" in fields else 1
 
 
 def describe_file(path: Path) -> dict[str, str]:

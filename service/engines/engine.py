@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
-from service.core.bundle import FORMAT_4_FIELDS, BundleTexts, Head, Manifest, Task
+from service.core.bundle import EMBEDDING_FIELDS, BundleTexts, Head, Manifest, Task
 from service.core.encode import Cut, Encoded, Encoder, TextError
 from service.engines.device import Device, RunsOn
 from service.engines.model_state import ServedModel
@@ -432,7 +432,7 @@ class Engine:
 def _describe_head(head: Head) -> dict[str, object]:
     """Return a head's fields. Embedding heads have more, but not their ranges, which are long."""
     if head.task != "embedding":
-        return head.model_dump(mode="json", exclude_none=True, exclude={*FORMAT_4_FIELDS})
+        return head.model_dump(mode="json", exclude_none=True, exclude={*EMBEDDING_FIELDS})
     described = head.model_dump(mode="json", exclude_none=True, exclude={"quantization_ranges"})
     return {**described, "prompts": head.named_prompts, "output_dtypes": head.output_dtypes}
 

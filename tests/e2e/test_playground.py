@@ -338,7 +338,6 @@ def test_prompts_of_a_head_may_be_chosen(
     manifest = json.loads((folder / "manifest.json").read_text())
     head = manifest["heads"]["embeddings"]
     head |= {"prompts": {"query": "find: ", "web": "sea "}, "default_prompt": "web"}
-    manifest |= {"format_version": 4}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     page = browser.new_page()
     page.goto(server_url)

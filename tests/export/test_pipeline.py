@@ -79,13 +79,12 @@ def test_refused(fields: dict[str, object], message: str, tiny_checkpoint: Path,
 
 
 def test_memory_is_stated(tiny_checkpoint: Path, out: Path) -> None:
-    """The graphs that a CPU runs state their memory, in format 3; the portable twin does not."""
+    """The graphs that a CPU runs state their memory; the portable twin does not."""
     lines: list[str] = []
 
     manifest = pipeline.export(make_request(tiny_checkpoint, out, memory=True), lines.append)
 
     assert bundle.load(out).manifest == manifest
-    assert 3 == manifest.format_version
     for graph in manifest.graphs:
         if graph.layout == "portable":
             assert graph.memory is None
@@ -100,7 +99,7 @@ def test_memory_is_stated(tiny_checkpoint: Path, out: Path) -> None:
 def test_unmeasured_memory_is_left_out(
     tiny_checkpoint: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A system without /proc/self/status makes a bundle of the older format, and the reason is printed."""
+    """A system without /proc/self/status makes a bundle without it, and the reason is printed."""
 
     def measure(*_: object) -> None:
         monkeypatch.setattr(measure_memory, "STATUS", tmp_path / "none")
@@ -111,7 +110,6 @@ def test_unmeasured_memory_is_left_out(
 
     manifest = pipeline.export(make_request(tiny_checkpoint, out, memory=True), lines.append)
 
-    assert 1 == manifest.format_version
     assert {None} == {graph.memory for graph in manifest.graphs}
     reason = (
         f"memory was not measured: {tmp_path / 'none'} cannot be read: No such file or directory"
@@ -151,7 +149,7 @@ def test_quantization_of_the_page(tiny_checkpoint: Path, out: Path) -> None:
 
 
 def test_a_temperature_is_carried(tiny_checkpoint: Path, out: Path, tmp_path: Path) -> None:
-    """A fitted temperature makes a bundle of format 5 with the same graphs, goldens and space of vectors."""
+    """A fitted temperature makes a bundle with the same graphs, goldens and space of vectors."""
     checkpoint = tmp_path / "checkpoint"
     shutil.copytree(tiny_checkpoint, checkpoint)
     heads = json.loads((checkpoint / "heads.json").read_text())
@@ -162,7 +160,6 @@ def test_a_temperature_is_carried(tiny_checkpoint: Path, out: Path, tmp_path: Pa
     manifest = pipeline.export(make_request(checkpoint, out), print)
 
     assert 1.25 == bundle.load(out).manifest.heads["sentiment"].calibration_temperature
-    assert (1, 5) == (plain.format_version, manifest.format_version)
     assert plain.embedding_space == manifest.embedding_space
     assert plain.files() == manifest.files()
 
@@ -180,7 +177,6 @@ def test_ranges(tiny_checkpoint: Path, out: Path, tmp_path: Path) -> None:
 
     manifest = pipeline.export(request, print)
 
-    assert 4 == manifest.format_version == bundle.load(out).manifest.format_version
     head = manifest.heads["embeddings"]
     assert (8, 16) == head.matryoshka_dimensions
     assert [8, 16, 64] == [*head.quantization_ranges]
@@ -191,7 +187,7 @@ def test_ranges(tiny_checkpoint: Path, out: Path, tmp_path: Path) -> None:
         vectors = np.stack([own[:count] / np.linalg.norm(own[:count]) for own in outputs])
         np.testing.assert_allclose(ranges[0], vectors.min(axis=0), rtol=0, atol=1e-5)
         np.testing.assert_allclose(ranges[1], vectors.max(axis=0), rtol=0, atol=1e-5)
-    assert (1, ()) == (plain.format_version, plain.heads["embeddings"].matryoshka_dimensions)
+    assert () == plain.heads["embeddings"].matryoshka_dimensions
     assert plain.embedding_space != manifest.embedding_space
 
 
@@ -244,7 +240,7 @@ def test_calibration_changes_the_int8_graph_only(tiny_checkpoint: Path, tmp_path
 
 
 def test_embedding_space(tmp_path: Path) -> None:
-    """It depends on the prompts, and not on the trained dimensions; that of a head of older formats stays."""
+    """It depends on the prompts, and not on the trained dimensions; fields that a head does not use do not count."""
     (tmp_path / "file").write_text("weights")
     base: dict[str, Any] = {"task": "embedding", "pooling": "mean", "dimensions": 4}
     heads = [

@@ -302,7 +302,6 @@ def test_prompts_of_modules(folder: Path, out: Path) -> None:
     write_json(folder / "config_sentence_transformers.json", prompts)
     made = export(write(folder, "embedding"), out)
     assert "query: " == made.manifest.heads["embedding"].default_prompt_text
-    assert 4 == made.manifest.format_version
 
 
 def test_modules(folder: Path, out: Path, tmp_path: Path) -> None:

@@ -44,8 +44,8 @@ GRAPHS = [
 ]
 
 
-# Fields of an embedding head that need format 4.
-FORMAT_4: dict[str, dict[str, Any]] = {
+# Optional fields of an embedding head.
+EMBEDDING: dict[str, dict[str, Any]] = {
     "prompts": {"prompts": {"query": "query: "}},
     "default_prompt": {"default_prompt": "document"},
     "include_prompt": {"include_prompt": False},
@@ -67,7 +67,7 @@ def write(folder: Path) -> dict[str, Any]:
         return bundle.describe_file(folder / name)
 
     return {
-        "format_version": 1,
+        "format_version": bundle.FORMAT_VERSION,
         "name": "quartet-test",
         "version": "1.0",
         "heads": deepcopy({"entities": ENTITIES, "sentiment": SENTIMENT, "vectors": VECTORS}),
@@ -163,66 +163,40 @@ class TestLoad:
         """A directory without a manifest is no bundle."""
         assert refusal(tmp_path) == "not a bundle: it has no manifest.json"
 
-    @pytest.mark.parametrize("stated", [None, False, True])
-    def test_format_2(self, tmp_path: Path, stated: bool | None) -> None:
-        """Since format 2 a graph may state whether its attention has a bias; nothing else has changed."""
+    def test_fields_of_graphs(self, tmp_path: Path) -> None:
+        """A graph may state whether its attention has a bias, and its memory."""
         manifest = write(tmp_path)
-        manifest["format_version"] = 2
-        manifest["graphs"][0]["attention_bias"] = stated
-
-        graphs = bundle.load(save(tmp_path, manifest)).manifest.graphs
-
-        assert [stated, None, None] == [graph.attention_bias for graph in graphs]
-        assert (1 if stated is None else 2) == bundle.format_version(manifest["graphs"])
-
-    def test_format_3(self, tmp_path: Path) -> None:
-        """Since format 3 a graph may state its memory; without that field, formats 1 and 2 suffice."""
-        manifest = write(tmp_path)
-        manifest["format_version"] = 3
         manifest["graphs"][0]["attention_bias"] = True
+        manifest["graphs"][1]["attention_bias"] = False
         manifest["graphs"][2]["memory"] = {"opened": 5, "batches": {"128": 7, "1024": 9}}
 
         graphs = bundle.load(save(tmp_path, manifest)).manifest.graphs
 
+        assert [True, False, None] == [graph.attention_bias for graph in graphs]
         assert [None, None, Memory(opened=5, batches={128: 7, 1024: 9})] == [
             g.memory for g in graphs
         ]
-        assert 3 == bundle.format_version(manifest["graphs"])
-        assert 2 == bundle.format_version(manifest["graphs"][:1])
-        assert 1 == bundle.format_version([graphs[1].model_dump()])
         assert graphs[2].memory.model_dump(mode="json") == manifest["graphs"][2]["memory"]
 
-    @pytest.mark.parametrize("field", FORMAT_4)
-    def test_format_4(self, tmp_path: Path, field: str) -> None:
-        """Since format 4 an embedding head may state its prompts and types; other heads keep their format."""
+    @pytest.mark.parametrize("field", EMBEDDING)
+    def test_fields_of_embedding_heads(self, tmp_path: Path, field: str) -> None:
+        """An embedding head may state its prompts and types."""
         manifest = write(tmp_path)
-        manifest["heads"]["vectors"] |= FORMAT_4[field]
-        manifest["format_version"] = 4
+        manifest["heads"]["vectors"] |= EMBEDDING[field]
 
         head = bundle.load(save(tmp_path, manifest)).manifest.heads["vectors"]
 
         written = json.loads(head.model_dump_json(exclude_defaults=True))
-        assert {**VECTORS, **FORMAT_4[field]} == written
-        assert 4 == bundle.format_version(manifest["graphs"], [head])
-        assert 1 == bundle.format_version(manifest["graphs"], [Head.model_validate(VECTORS)])
-        manifest["format_version"] = 3
-        assert f"vectors: {field} needs format_version 4" in refusal(save(tmp_path, manifest))
+        assert {**VECTORS, **EMBEDDING[field]} == written
 
-    def test_format_5(self, tmp_path: Path) -> None:
-        """Since format 5 a classification head may state its temperature; without it, older formats suffice."""
+    def test_temperature(self, tmp_path: Path) -> None:
+        """A classification head may state its temperature."""
         manifest = write(tmp_path)
         manifest["heads"]["sentiment"]["calibration_temperature"] = 1.5
-        manifest["format_version"] = 5
 
-        head = bundle.load(save(tmp_path, manifest)).manifest.heads["sentiment"]
+        heads = bundle.load(save(tmp_path, manifest)).manifest.heads
 
-        assert 1.5 == head.calibration_temperature
-        assert 5 == bundle.format_version(manifest["graphs"], [head, Head.model_validate(VECTORS)])
-        plain = head.model_copy(update={"calibration_temperature": None})
-        assert 1 == bundle.format_version(manifest["graphs"], iter([plain]))
-        manifest["format_version"] = 4
-        message = "sentiment: calibration_temperature needs format_version 5"
-        assert message in refusal(save(tmp_path, manifest))
+        assert 1.5 == heads["sentiment"].calibration_temperature
 
     def test_prompts(self) -> None:
         """A head always has the prompts of sentence-transformers, without a text unless it states one."""
@@ -234,7 +208,7 @@ class TestLoad:
     def test_output_dtypes(self) -> None:
         """8-bit numbers need ranges."""
         plain = Head.model_validate(VECTORS)
-        ranged = Head.model_validate({**VECTORS, **FORMAT_4["quantization_ranges"]})
+        ranged = Head.model_validate({**VECTORS, **EMBEDDING["quantization_ranges"]})
         assert ["float", "binary", "ubinary"] == plain.output_dtypes
         assert ["float", "int8", "uint8", "binary", "ubinary"] == ranged.output_dtypes
 
@@ -269,21 +243,12 @@ def loaded_text(folder: Path) -> bytes:
 
 
 def stated(**fields: Any) -> Callable[[Any], Any]:
-    """State fields of the embedding head, in format 4."""
-
-    def change(manifest: Any) -> None:
-        manifest["format_version"] = 4
-        manifest["heads"]["vectors"] |= fields
-
-    return change
+    """State fields of the embedding head."""
+    return lambda manifest: manifest["heads"]["vectors"].update(fields)
 
 
-MEMORY = {"opened": 1, "batches": {"1024": 2}}
-
-
-def state(manifest: Any, version: int, memory: Any) -> None:
+def state(manifest: Any, memory: Any) -> None:
     """State the memory of the first graph."""
-    manifest["format_version"] = version
     manifest["graphs"][0]["memory"] = memory
 
 
@@ -293,8 +258,9 @@ def add_masks(manifest: Any, name: str = "masks", **fields: Any) -> None:
 
 
 BAD: list[tuple[str, Callable[[Any], Any], str]] = [
-    ("later format", lambda m: m.update(format_version=6), "format_version: Input should be 1, 2, 3, 4 or 5"),
-    ("field of format 4", lambda m: m["heads"]["vectors"].update(prompts={"q": ""}), "vectors: prompts needs"),
+    ("earlier format", lambda m: m.update(format_version=4), "format_version 4 is not 5: export the bundle again"),
+    ("later format", lambda m: m.update(format_version=6, new=1), "format_version 6 is not 5: export the bundle again"),
+    ("no format", lambda m: m.pop("format_version"), "format_version: Field required"),
     ("temperature of vectors", stated(calibration_temperature=2.0), "calibration_temperature is for classification"),
     ("temperature of 0", lambda m: m["heads"]["sentiment"].update(calibration_temperature=0), "greater than 0"),
     ("unknown prompt", stated(default_prompt="q"), "default_prompt 'q' is none of prompts: query, document"),
@@ -306,12 +272,9 @@ BAD: list[tuple[str, Callable[[Any], Any], str]] = [
     ("ranges of more", stated(quantization_ranges={5: [[0] * 5, [1] * 5]}), "quantization_ranges: 5 exceeds"),
     ("ranges of less", stated(quantization_ranges={4: [[0] * 4, [1] * 3]}), "quantization_ranges.4: must have 2 lists"),
     ("empty range", stated(quantization_ranges={1: [[1.0], [0.5]]}), "quantization_ranges.1: must be finite"),
-    ("field of format 3", lambda m: state(m, 1, MEMORY), "needs format_version 3"),
-    ("field of format 3 in 2", lambda m: state(m, 2, MEMORY), "needs format_version 3"),
-    ("memory of no batch", lambda m: state(m, 3, {"opened": 1, "batches": {}}), "0.memory.batches: "),
-    ("memory of no tokens", lambda m: state(m, 3, {"opened": 1, "batches": {0: 1}}), "memory.batches.0"),
-    ("negative memory", lambda m: state(m, 3, {**MEMORY, "opened": -1}), "0.memory.opened: "),
-    ("field of format 2", lambda m: m["graphs"][0].update(attention_bias=True), "needs format_version 2"),
+    ("memory of no batch", lambda m: state(m, {"opened": 1, "batches": {}}), "0.memory.batches: "),
+    ("memory of no tokens", lambda m: state(m, {"opened": 1, "batches": {0: 1}}), "memory.batches.0"),
+    ("negative memory", lambda m: state(m, {"opened": -1, "batches": {1024: 2}}), "0.memory.opened: "),
     ("late interaction", lambda m: late(m, dimensions=None), "needs its dimensions and late_inter"),
     ("not late", lambda m: m["heads"]["vectors"].update(late_interaction={}), "not for a head of"),
     ("long query", lambda m: late(m, query_length=129), "query_length 129 exceeds max_length 128"),

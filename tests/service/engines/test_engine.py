@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from service.api.engine_call import json_response
 from service.api.schemas import ModelsResponse
 from service.core import bundle, decode
-from service.core.bundle import FORMAT_4_FIELDS, FORMAT_5_FIELDS, Manifest
 from service.core.encode import Cut, Encoded, Encoder, Encoding, parse_tokenizer
 from service.core.session import SessionOptions, open_session
 from service.engines import engine
@@ -116,7 +115,6 @@ async def test_calibrated(tiny: Engine, tiny_bundle: Path, tmp_path: Path) -> No
     folder = tmp_path / "calibrated"
     shutil.copytree(tiny_bundle, folder)
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["format_version"] = 5
     manifest["heads"]["sentiment"]["calibration_temperature"] = 2.0
     (folder / "manifest.json").write_text(json.dumps(manifest))
     logits = Classification(texts=SHORT, **CLASSIFY, function_to_apply="none")
@@ -135,34 +133,6 @@ async def test_calibrated(tiny: Engine, tiny_bundle: Path, tmp_path: Path) -> No
     assert all(close(1, sum(a.score for a in labels)) for labels in scores.results)
 
 
-NEWEST = get_args(Manifest.model_fields["format_version"].annotation)[-1]
-
-
-@pytest.mark.parametrize("version", range(1, NEWEST + 1))
-async def test_bundle_of_every_released_format(
-    tiny: Engine, tiny_bundle: Path, tmp_path: Path, version: int
-) -> None:
-    """A bundle of an older format, without the fields that came later, gives the same results as the newest."""
-    folder = tmp_path / "older"
-    shutil.copytree(tiny_bundle, folder)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["format_version"] = version
-    records = [*manifest["graphs"], *manifest["heads"].values()]
-    later = {2: ["attention_bias"], 3: ["memory"], 4: FORMAT_4_FIELDS, 5: FORMAT_5_FIELDS}
-    for name in (name for since, names in later.items() if version < since for name in names):
-        for record in records:
-            record.pop(name, None)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    settings = Settings(bundles=(folder,), provider="cpu", threads=1)
-    tasks = [Classification(texts=SHORT, **CLASSIFY), EntityRecognition(texts=SHORT, **NER)]
-    async with open_local_engines(Metrics(), settings) as engines:
-        older = [await engines.get(None).answer(task, ticket()) for task in tasks]
-
-    assert version == engines.get(None).manifest.format_version
-    for task, reply in zip(tasks, older, strict=True):
-        assert alike((await tiny.answer(task, ticket())).results, reply.results)
-
-
 async def test_the_description_has_the_memory_of_the_graph_that_runs(
     tiny_bundle: Path, tmp_path: Path
 ) -> None:
@@ -170,7 +140,6 @@ async def test_the_description_has_the_memory_of_the_graph_that_runs(
     folder = tmp_path / "stated"
     shutil.copytree(tiny_bundle, folder)
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["format_version"] = NEWEST
     for graph in manifest["graphs"]:
         graph["memory"] = {"opened": 5, "batches": {"128": 7, "1024": 9}}
     (folder / "manifest.json").write_text(json.dumps(manifest))
