@@ -30,7 +30,7 @@ CALLS = (
         "service.engines.engine:Engine.answer",
         "service.engines.result_collector:ResultCollector.add_all",
     ),
-    ("service.engines.local_device:LocalDevice.submit", "service.scheduling.batcher:Batcher.begin"),
+    ("service.engines.local_device:LocalDevice", "service.scheduling.batcher:Batcher.submit"),
     (
         "service.scheduling.batcher:Batcher._admit",
         "service.scheduling.admission_control:AdmissionControl.check",

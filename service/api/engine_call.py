@@ -19,6 +19,7 @@ from service.api.ndjson import NdjsonResponse, NdjsonStream, line, wants_lines
 from service.api.request_body import answer_in_time, read_body, read_json
 from service.api.schemas import Request, most_parts, parse, refuse_long
 from service.engines.engine import Engine, EngineTask, Reply, Ticket
+from service.engines.result_collector import OnResult
 from service.errors import InvalidInput, QuartetError
 from service.middleware.body_memory import MemoryReservation
 from service.middleware.request_context import RequestContext, context_of
@@ -56,13 +57,31 @@ class Call(Generic[R]):
         self.context.stages += (time.perf_counter() - began,)
         return response
 
-    async def compute(self, task: EngineTask[T], heads: Heads | None = None) -> Reply[T]:
+    async def compute(
+        self,
+        task: EngineTask[T],
+        heads: Heads | None = None,
+        on_result: OnResult[T] | None = None,
+    ) -> Reply[T]:
         """Compute a task until the client disconnects or the deadline passes.
 
         heads: the names of the heads; None for those that the request wants
+        on_result: called with the index and the result of each input as soon as it is computed
         """
         heads = self.body.wanted_heads if heads is None else heads
-        return await self._wait(self.engine.answer(task, self.ticket, heads))
+        reply = await self.within_deadline(self.engine.answer(task, self.ticket, heads, on_result))
+        timing = reply.timing
+        self.context.tokens = reply.usage.tokens
+        self.context.batch_size = timing.batch_size
+        self.context.batch_tokens = timing.batch_tokens
+        self.context.stages += (
+            timing.encode_s,
+            timing.queue_s,
+            timing.inference_s,
+            timing.return_s,
+            timing.decode_s,
+        )
+        return reply
 
     def make_id(self, prefix: str, request_id: str | None = None) -> str:
         """Return an id of the response from the prefix and the id of the request, or the service's own id for it."""
@@ -110,8 +129,7 @@ class Call(Generic[R]):
                 asking.exception()
             lines.end()
 
-        computing = self.engine.answer(task, self.ticket, self.body.wanted_heads, on_result)
-        asking = asyncio.create_task(self._wait(computing))
+        asking = asyncio.create_task(self.compute(task, on_result=on_result))
         asking.add_done_callback(ended)
         try:
             first = await lines.take()
@@ -141,22 +159,6 @@ class Call(Generic[R]):
             yield line(error.body)
         finally:
             asking.cancel()
-
-    async def _wait(self, work: Coroutine[Any, Any, Reply[T]]) -> Reply[T]:
-        """Await the engine until it replies, the client disconnects or the deadline passes."""
-        reply = await self.within_deadline(work)
-        timing = reply.timing
-        self.context.tokens = reply.usage.tokens
-        self.context.batch_size = timing.batch_size
-        self.context.batch_tokens = timing.batch_tokens
-        self.context.stages += (
-            timing.encode_s,
-            timing.queue_s,
-            timing.inference_s,
-            timing.return_s,
-            timing.decode_s,
-        )
-        return reply
 
     def headers(self, reply: Reply[Any]) -> dict[str, str]:
         """Return the headers that tell how an answer was made."""

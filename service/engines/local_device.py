@@ -35,7 +35,7 @@ from service.observability.logs import LogLimiter
 from service.observability.metrics import Metrics
 from service.scheduling.batcher import Batcher
 from service.scheduling.cost_model import Estimator, Sample, measure, time_run
-from service.scheduling.entries import Entry, EntryOutcome, Heads, OnOutcome, Outputs
+from service.scheduling.entries import Entry, Heads, Outputs
 from service.scheduling.executor import BatchStats
 from service.scheduling.load import MAX_QUEUE_TOKENS, Load
 from service.settings import Settings, usable_cores
@@ -212,6 +212,7 @@ class LocalDevice:
             max_wait_ms=settings.max_wait_ms,
             observe=self._observe,
         )
+        self.submit = self.batcher.submit
         self._self_tests = SelfTests(self.batcher.probe, metrics.observe_canary)
 
     def open(self, bundle: Bundle) -> OpenedBundle:
@@ -309,11 +310,6 @@ class LocalDevice:
             return self._settings.max_queue_tokens
         work = QUEUE_S * max(self._gpu_rates.values(), default=0.0)
         return max(MAX_QUEUE_TOKENS, min(int(work), QUEUE_MOST))
-
-    def submit(
-        self, entries: Sequence[Entry], on_outcome: OnOutcome | None = None
-    ) -> asyncio.Future[list[EntryOutcome]]:
-        return self.batcher.begin(entries, on_outcome)
 
     @property
     def max_queue_tokens(self) -> int:

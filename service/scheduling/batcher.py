@@ -179,24 +179,18 @@ class Batcher:
 
     # -- requests ---------------------------------------------------------------------------------
 
-    async def submit(
+    def submit(
         self, entries: Sequence[Entry], on_outcome: OnOutcome | None = None
-    ) -> list[EntryOutcome]:
-        """Compute one request, which is admitted whole or refused.
+    ) -> asyncio.Future[list[EntryOutcome]]:
+        """Admit one request whole, and return a future of its outcomes: one per entry, in order.
 
-        Returns one outcome per entry, in order; InferenceFailed is the outcome of an entry that fails. Cancellation
-        drops the entries that still wait. Raises NotReady, Draining, UnknownModel, TooLarge or Overloaded before any
-        entry is queued, DeadlineExceeded while entries wait, and InferenceFailed when a batch is lost.
+        InferenceFailed is the outcome of an entry that fails. Cancellation of the future drops the entries that still
+        wait. Its exceptions are DeadlineExceeded while entries wait, and InferenceFailed when a batch is lost. Raises
+        NotReady, Draining, UnknownModel, TooLarge or Overloaded for a request that is refused.
 
         entries: of one model
         on_outcome: called with each entry and its outcome as soon as the entry's batch is done
         """
-        return await self.begin(entries, on_outcome)
-
-    def begin(
-        self, entries: Sequence[Entry], on_outcome: OnOutcome | None = None
-    ) -> asyncio.Future[list[EntryOutcome]]:
-        """Begin a request as `submit` does, and return its future; a refusal is raised by this call."""
         if not entries:
             nothing: asyncio.Future[list[EntryOutcome]] = asyncio.get_running_loop().create_future()
             nothing.set_result([])
