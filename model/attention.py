@@ -5,13 +5,13 @@
 Every other part of the model works on packed tokens `[T, H]` and has no padding. Here the tokens are gathered into
 `[B, S]` slots and back, in the fastest way of the device or the exported graph:
 
-    PackedLayout, PyTorch      gather, `scaled_dot_product_attention` with a key mask, gather back
-    PackedLayout, CPU half     the formula in separate operations if gradients are needed: a faster backward pass
-    PackedLayout, CUDA half    `varlen_attn` on `cu_seqlens`: no padding at all
-    PackedLayout, ONNX         gather, `com.microsoft.MultiHeadAttention` with key lengths, gather back
-                               (`export.passes.mask_free_attention` then replaces the lengths, where it can)
-    PackedLayout, ONNX CUDA    `com.microsoft.PackedMultiHeadAttention` on `token_offset` and `cu_seqlens`: no padding
-    PaddedLayout               the trivial layout: `[B, S]` slots with an additive mask (the portable graph)
+    PyTorch      gather, `scaled_dot_product_attention` with a key mask, gather back
+    CPU half     the formula in separate operations if gradients are needed: a faster backward pass
+    CUDA half    `varlen_attn` on `cu_seqlens`: no padding at all
+    ONNX         gather, `com.microsoft.MultiHeadAttention` with key lengths, gather back
+                 (`export.passes.mask_free_attention` replaces the lengths where it can,
+                 and `export.passes.portable` the operator)
+    ONNX CUDA    `com.microsoft.PackedMultiHeadAttention` on `token_offset` and `cu_seqlens`: no padding
 
 Shapes as in `model/bert.py`: T tokens, B sequences, S longest, N heads, D head size, H hidden
 """
@@ -57,16 +57,6 @@ class PackedLayout:
         return self.unpack[:, 0]  # [B]
 
 
-@dataclass(frozen=True)
-class PaddedLayout:
-    """The trivial layout: T = B * S, every slot is a token, and a mask marks the real ones."""
-
-    attention_mask: Tensor  # [B, S] 1 = real token
-
-
-AnyLayout = PackedLayout | PaddedLayout
-
-
 class ScaledDotProductAttention(nn.Module):
     """`attention` as a module without parameters, so that `training.capture` can hook its inputs.
 
@@ -79,12 +69,12 @@ class ScaledDotProductAttention(nn.Module):
         self.dropout = dropout
         self.scale = scale
 
-    def forward(self, qkv: Tensor, layout: AnyLayout, bias: Tensor | None = None) -> Tensor:
+    def forward(self, qkv: Tensor, layout: PackedLayout, bias: Tensor | None = None) -> Tensor:
         """`[T, 3H]` -> `[T, H]`."""
         dropout = self.dropout if self.training else 0.0
         return attention(qkv, self.num_heads, layout, dropout, bias, self.scale)
 
-    def weights(self, qkv: Tensor, layout: AnyLayout, bias: Tensor | None = None) -> Tensor:
+    def weights(self, qkv: Tensor, layout: PackedLayout, bias: Tensor | None = None) -> Tensor:
         """The attention weights, `[T, 3H]` -> `[B, N, S, S]`: each row (a query's weights) sums to one."""
         query, key, _ = by_head(qkv, self.num_heads, layout)  # [B, N, S, D]
         bias = None if bias is None else bias.to(qkv.dtype)
@@ -94,7 +84,7 @@ class ScaledDotProductAttention(nn.Module):
 def attention(
     qkv: Tensor,
     num_heads: int,
-    layout: AnyLayout,
+    layout: PackedLayout,
     dropout: float = 0.0,
     bias: Tensor | None = None,
     scale: float | None = None,
@@ -106,8 +96,6 @@ def attention(
     """
     if bias is not None:
         bias = bias.to(qkv.dtype)
-    if isinstance(layout, PaddedLayout):
-        return _padded(qkv, num_heads, layout, bias, scale)
     if torch.onnx.is_in_onnx_export():
         lowering = _onnx if layout.token_offset is None else _onnx_cuda
         return lowering(qkv, num_heads, layout, bias, scale)
@@ -119,36 +107,31 @@ def attention(
 # -- between tokens and slots ------------------------------------------------------------------------------------------
 
 
-def count_slots(layout: AnyLayout) -> int:
+def count_slots(layout: PackedLayout) -> int:
     """S, the length of a batch's longest sequence."""
-    return (layout.attention_mask if isinstance(layout, PaddedLayout) else layout.unpack).shape[1]
+    return layout.unpack.shape[1]
 
 
-def to_slots(x: Tensor, layout: AnyLayout) -> Tensor:
+def to_slots(x: Tensor, layout: PackedLayout) -> Tensor:
     """`[T, W]` -> `[B, S, W]`; the content of slots after a sequence's end is undefined."""
-    if isinstance(layout, PaddedLayout):
-        return x.view(*layout.attention_mask.shape, -1)  # [B, S, W]
     if not layout.full:
         x = x.index_select(0, layout.unpack.reshape(-1))  # [B * S, W]
     return x.view(*layout.unpack.shape, -1)  # [B, S, W]
 
 
-def from_slots(x: Tensor, layout: AnyLayout) -> Tensor:
+def from_slots(x: Tensor, layout: PackedLayout) -> Tensor:
     """`[B, S, W]` -> `[T, W]`"""
     x = x.reshape(-1, x.shape[-1])  # [B * S, W]
-    is_packed = isinstance(layout, PackedLayout) and not layout.full
-    return x.index_select(0, layout.pack) if is_packed else x  # [T, W]
+    return x if layout.full else x.index_select(0, layout.pack)  # [T, W]
 
 
-def real_slots(layout: AnyLayout) -> Tensor:
+def real_slots(layout: PackedLayout) -> Tensor:
     """`[B, S]`, True where a slot has a token."""
-    if isinstance(layout, PaddedLayout):
-        return layout.attention_mask.bool()  # [B, S]
     columns = torch.arange(layout.unpack.shape[1], device=layout.lengths.device)  # [S]
     return columns < layout.lengths[:, None]  # [B, S]
 
 
-def by_head(qkv: Tensor, num_heads: int, layout: AnyLayout) -> tuple[Tensor, Tensor, Tensor]:
+def by_head(qkv: Tensor, num_heads: int, layout: PackedLayout) -> tuple[Tensor, Tensor, Tensor]:
     """`[T, 3H]` -> query, key, value in slots, each `[B, N, S, D]`."""
     slots = to_slots(qkv, layout)  # [B, S, 3H]
     slots = slots.view(*slots.shape[:2], 3, num_heads, -1)  # [B, S, 3, N, D]
@@ -156,7 +139,7 @@ def by_head(qkv: Tensor, num_heads: int, layout: AnyLayout) -> tuple[Tensor, Ten
     return query, key, value
 
 
-def _key_mask(layout: AnyLayout, bias: Tensor | None) -> Tensor:
+def _key_mask(layout: PackedLayout, bias: Tensor | None) -> Tensor:
     """The mask of keys: True where a slot has a token, `[B, 1, 1, S]`, or the bias with -inf elsewhere."""
     real = real_slots(layout)[:, None, None, :]  # [B, 1, 1, S]
     return real if bias is None else bias.masked_fill(~real, -torch.inf)  # [B, N, S, S]
@@ -265,15 +248,3 @@ def _onnx_cuda(
         shape=query.shape,
         version=1,
     )  # [T, H]
-
-
-def _padded(
-    qkv: Tensor, num_heads: int, layout: PaddedLayout, bias: Tensor | None, scale: float
-) -> Tensor:
-    # Written out, so that the graph holds standard operators only.
-    query, key, value = by_head(qkv, num_heads, layout)  # [B, N, S, D]
-    mask = (1.0 - layout.attention_mask.to(qkv.dtype)) * torch.finfo(qkv.dtype).min  # [B, S]
-    mask = mask[:, None, None, :]  # [B, 1, 1, S]
-    mask = mask if bias is None else bias + mask  # [B, 1, 1, S], or with a bias [B, N, S, S]
-    context = _written_out(query, key, value, mask, 0.0, scale)  # [B, N, S, D]
-    return from_slots(context.transpose(1, 2).flatten(2), layout)  # [T, H]

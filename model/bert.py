@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import AnyLayout, ScaledDotProductAttention
+from model.attention import PackedLayout, ScaledDotProductAttention
 from model.config import BertConfig
 from model.pooling import first_tokens
 
@@ -64,7 +64,7 @@ class SelfAttention(nn.Module):
         )
         self.output = nn.Linear(config.hidden_size, config.hidden_size)  # weight [H, H]
 
-    def forward(self, x: Tensor, layout: AnyLayout, bias: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, layout: PackedLayout, bias: Tensor | None = None) -> Tensor:
         """`[T, H]` -> `[T, H]`. bias: added to the attention scores, `[1 or B, N, S, S]`"""
         qkv = self.qkv(x)  # [T, 3H]
         context = self.attend(qkv, layout, bias)  # [T, H]
@@ -101,7 +101,7 @@ class Layer(nn.Module):
         self.feed_forward_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(self, x: Tensor, layout: AnyLayout, *shared: Any) -> Tensor:
+    def forward(self, x: Tensor, layout: PackedLayout, *shared: Any) -> Tensor:
         """`[T, H]` -> `[T, H]`. shared: further inputs of the family's attention, see `Bert.shared_inputs`"""
         x = self.attention_norm(x + self.dropout(self.attention(x, layout, *shared)))  # [T, H]
         return self.feed_forward_norm(x + self.dropout(self.feed_forward(x)))  # [T, H]
@@ -115,7 +115,7 @@ class Pooler(nn.Module):
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
         self.activation = activation
 
-    def forward(self, hidden_states: Tensor, layout: AnyLayout) -> Tensor:
+    def forward(self, hidden_states: Tensor, layout: PackedLayout) -> Tensor:
         """`[T, H]` -> `[B, H]`."""
         first = first_tokens(hidden_states, layout)  # [B, H]
         return self.activation(self.dense(first))  # [B, H]
@@ -149,7 +149,7 @@ class Bert(nn.Module):
         input_ids: Tensor,
         token_type_ids: Tensor,
         position_ids: Tensor,
-        layout: AnyLayout,
+        layout: PackedLayout,
     ) -> Tensor:
         """`[T]` each -> `[T, H]`. layout: where each sequence is among the T tokens"""
         x = self.embeddings(input_ids, token_type_ids, position_ids)  # [T, H]
@@ -167,7 +167,7 @@ class Bert(nn.Module):
         """Return the layers in the order in which a forward pass applies them."""
         return self.layers
 
-    def shared_inputs(self, position_ids: Tensor, layout: AnyLayout) -> Any:
+    def shared_inputs(self, position_ids: Tensor, layout: PackedLayout) -> Any:
         """Return the input that all layers' attention shares: None in BERT; other families have a bias or a rotation.
 
         position_ids: [T]
@@ -209,7 +209,7 @@ class NextSentence(nn.Module):
         self.pooler = Pooler(config)
         self.classifier = nn.Linear(config.hidden_size, 2)
 
-    def forward(self, hidden_states: Tensor, layout: AnyLayout) -> Tensor:
+    def forward(self, hidden_states: Tensor, layout: PackedLayout) -> Tensor:
         """`[T, H]` -> `[B, 2]`."""
         pooled = self.pooler(hidden_states, layout)  # [B, H]
         return self.classifier(pooled)  # [B, 2]

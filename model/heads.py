@@ -14,16 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import AnyLayout, to_slots
+from model.attention import PackedLayout, to_slots
 from model.bert import MaskedLM, NextSentence, Pooler
 from model.config import BertConfig
 from model.families.registry import family_of
-from model.pooling import POOLINGS, max_slots
+from model.pooling import POOLINGS
 from service.core import bundle
 
 VOCABULARY_PART = 4096  # tokens whose logits are in memory at once; limits the memory of a batch
 IGNORE_INDEX = -100  # a label that losses skip
-Inputs = tuple[Tensor, Tensor, Tensor, AnyLayout]  # ids, segments, positions [T]
+Inputs = tuple[Tensor, Tensor, Tensor, PackedLayout]  # ids, segments, positions [T]
 # By objective: logits [n, C] and classes [n], or logits [n] and 0 or 1 [n].
 Predictions = dict[str, tuple[Tensor, Tensor]]
 
@@ -37,7 +37,7 @@ class SequenceClassification(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.classifier = nn.Linear(config.hidden_size, num_labels)
 
-    def forward(self, hidden_states: Tensor, layout: AnyLayout) -> Tensor:
+    def forward(self, hidden_states: Tensor, layout: PackedLayout) -> Tensor:
         """`[T, H]` -> `[B, C]`."""
         pooled = self.pooler(hidden_states, layout)  # [B, H]
         return self.classifier(self.dropout(pooled))  # [B, C]
@@ -51,7 +51,7 @@ class TokenClassification(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.classifier = nn.Linear(config.hidden_size, num_labels)
 
-    def forward(self, hidden_states: Tensor, layout: AnyLayout) -> Tensor:
+    def forward(self, hidden_states: Tensor, layout: PackedLayout) -> Tensor:
         """`[T, H]` -> `[T, C]`."""
         return self.classifier(self.dropout(hidden_states))  # [T, C]
 
@@ -63,7 +63,7 @@ class Spans(nn.Module):
         super().__init__()
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
 
-    def forward(self, hidden_states: Tensor, layout: AnyLayout) -> Tensor:
+    def forward(self, hidden_states: Tensor, layout: PackedLayout) -> Tensor:
         """`[T, H]` -> `[T, 2]`."""
         return self.qa_outputs(hidden_states)  # [T, 2]
 
@@ -82,7 +82,7 @@ class SentenceEmbedding(nn.Module):
                 raise ValueError(f"pooling {mode!r}: one of {', '.join(POOLINGS)}")
         self.dense = dense if dense is not None else nn.Sequential()
 
-    def forward(self, hidden_states: Tensor, layout: AnyLayout) -> Tensor:
+    def forward(self, hidden_states: Tensor, layout: PackedLayout) -> Tensor:
         """`[T, H]` -> `[B, D]`. D: H for each pooling, or the width of the last dense layer"""
         parts = [POOLINGS[mode](hidden_states, layout) for mode in self.pooling]  # [B, H] each
         pooled = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)  # [B, modes * H]
@@ -96,7 +96,7 @@ class TokenEmbedding(nn.Module):
         super().__init__()
         self.dense = dense
 
-    def forward(self, hidden_states: Tensor, layout: AnyLayout) -> Tensor:
+    def forward(self, hidden_states: Tensor, layout: PackedLayout) -> Tensor:
         """`[T, H]` -> `[T, D]`."""
         return self.dense(hidden_states)  # [T, D]
 
@@ -113,7 +113,9 @@ class SparseEmbedding(nn.Module):
         super().__init__()
         self.masked_lm = masked_lm
 
-    def forward(self, hidden_states: Tensor, word_embeddings: Tensor, layout: AnyLayout) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, word_embeddings: Tensor, layout: PackedLayout
+    ) -> Tensor:
         """`[T, H]` and the embedding table `[V, E]` -> `[B, V]`."""
         slots = to_slots(self.masked_lm.transform(hidden_states), layout)  # [B, S, E]
         bias, parts = self.masked_lm.bias, []
@@ -121,7 +123,8 @@ class SparseEmbedding(nn.Module):
             part = slice(start, start + VOCABULARY_PART)
             # [B * S, E] and [part, E] -> [B * S, part]
             logits = F.linear(slots.flatten(0, 1), word_embeddings[part], bias[part])
-            parts.append(max_slots(logits.view(*slots.shape[:2], -1), layout))  # [B, part]
+            # Padding slots contain the sequence's own first token, which does not change the maximum.
+            parts.append(logits.view(*slots.shape[:2], -1).amax(dim=1))  # [B, part]
         return torch.cat(parts, dim=1)  # [B, V]
 
 
@@ -132,7 +135,7 @@ class TokenWeights(nn.Module):
         super().__init__()
         self.linear = nn.Linear(width, 1)
 
-    def forward(self, hidden_states: Tensor, layout: AnyLayout) -> Tensor:
+    def forward(self, hidden_states: Tensor, layout: PackedLayout) -> Tensor:
         """`[T, H]` -> `[T, 1]`."""
         return F.relu(self.linear(hidden_states))  # [T, 1]
 
@@ -189,7 +192,7 @@ class EncoderWithHeads(nn.Module):
         input_ids: Tensor,
         token_type_ids: Tensor,
         position_ids: Tensor,
-        layout: AnyLayout,
+        layout: PackedLayout,
         heads: list[str] | None = None,
         positions: Tensor | None = None,
     ) -> dict[str, Tensor]:
@@ -202,7 +205,7 @@ class EncoderWithHeads(nn.Module):
         return {name: self._output(name, hidden_states, layout, positions) for name in names}
 
     def _output(
-        self, name: str, hidden_states: Tensor, layout: AnyLayout, positions: Tensor | None
+        self, name: str, hidden_states: Tensor, layout: PackedLayout, positions: Tensor | None
     ) -> Tensor:
         head, words = self.heads[name], self.encoder.embeddings.word.weight  # [V, E]
         if isinstance(head, SparseEmbedding):
@@ -246,7 +249,7 @@ class Pretraining(nn.Module):
         input_ids: Tensor,
         token_type_ids: Tensor,
         position_ids: Tensor,
-        layout: AnyLayout,
+        layout: PackedLayout,
         masked: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Token logits at the packed indices `masked` [M] (or all) and next-sentence logits [B, 2]."""

@@ -8,39 +8,33 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from model.attention import AnyLayout, PaddedLayout, real_slots, to_slots
+from model.attention import PackedLayout, real_slots, to_slots
 
 
-def first_tokens(hidden_states: Tensor, layout: AnyLayout) -> Tensor:
+def first_tokens(hidden_states: Tensor, layout: PackedLayout) -> Tensor:
     """The hidden state of each sequence's first token: `[T, H]` -> `[B, H]`."""
-    if isinstance(layout, PaddedLayout):
-        return to_slots(hidden_states, layout)[:, 0]  # [B, S, H] -> [B, H]
     return hidden_states.index_select(0, layout.first_indices)  # [B, H]
 
 
-def last_tokens(hidden_states: Tensor, layout: AnyLayout) -> Tensor:
+def last_tokens(hidden_states: Tensor, layout: PackedLayout) -> Tensor:
     """The hidden state of each sequence's last token: `[T, H]` -> `[B, H]`."""
-    if isinstance(layout, PaddedLayout):
-        batch, longest = layout.attention_mask.shape
-        rows = torch.arange(batch, device=hidden_states.device) * longest  # [B] first slots
-        return hidden_states.index_select(0, rows + layout.attention_mask.sum(dim=1) - 1)  # [B, H]
     last = layout.unpack.gather(1, layout.lengths[:, None] - 1)  # [B, 1]
     return hidden_states.index_select(0, last[:, 0])  # [B, H]
 
 
-def mean_tokens(hidden_states: Tensor, layout: AnyLayout) -> Tensor:
+def mean_tokens(hidden_states: Tensor, layout: PackedLayout) -> Tensor:
     """The mean over each sequence's tokens: `[T, H]` -> `[B, H]`."""
     real = _real(hidden_states, layout)  # [B, S, 1]
     return _sum(hidden_states, layout, real) / real.sum(dim=1)  # [B, H]
 
 
-def mean_sqrt_tokens(hidden_states: Tensor, layout: AnyLayout) -> Tensor:
+def mean_sqrt_tokens(hidden_states: Tensor, layout: PackedLayout) -> Tensor:
     """The sum over each sequence's tokens, divided by the root of their number: `[T, H]` -> `[B, H]`."""
     real = _real(hidden_states, layout)  # [B, S, 1]
     return _sum(hidden_states, layout, real) / real.sum(dim=1).sqrt()  # [B, H]
 
 
-def weighted_mean_tokens(hidden_states: Tensor, layout: AnyLayout) -> Tensor:
+def weighted_mean_tokens(hidden_states: Tensor, layout: PackedLayout) -> Tensor:
     """The mean weighted by positions from 1 (Muennighoff 2022): `[T, H]` -> `[B, H]`."""
     real = _real(hidden_states, layout)  # [B, S, 1]
     positions = torch.arange(1, real.shape[1] + 1, device=real.device, dtype=real.dtype)  # [S]
@@ -48,30 +42,23 @@ def weighted_mean_tokens(hidden_states: Tensor, layout: AnyLayout) -> Tensor:
     return _sum(hidden_states, layout, weights) / weights.sum(dim=1)  # [B, H]
 
 
-def max_tokens(hidden_states: Tensor, layout: AnyLayout) -> Tensor:
+def max_tokens(hidden_states: Tensor, layout: PackedLayout) -> Tensor:
     """The largest number of each dimension over each sequence's tokens: `[T, H]` -> `[B, H]`."""
-    return max_slots(to_slots(hidden_states, layout), layout)
+    # Padding slots contain the sequence's own first token, which does not change the maximum.
+    return to_slots(hidden_states, layout).amax(dim=1)  # [B, S, H] -> [B, H]
 
 
-def max_slots(slots: Tensor, layout: AnyLayout) -> Tensor:
-    """The largest number of each dimension over each sequence's slots with a token: `[B, S, H]` -> `[B, H]`."""
-    if isinstance(layout, PaddedLayout):
-        slots = slots.masked_fill(~real_slots(layout)[:, :, None], -torch.inf)  # [B, S, H]
-    # A packed layout fills padding slots with the sequence's own first token, which does not change the maximum.
-    return slots.amax(dim=1)  # [B, H]
-
-
-def _real(hidden_states: Tensor, layout: AnyLayout) -> Tensor:
+def _real(hidden_states: Tensor, layout: PackedLayout) -> Tensor:
     """`[B, S, 1]`, 1 where a slot has a token, else 0."""
     return real_slots(layout)[:, :, None].to(hidden_states.dtype)  # [B, S] -> [B, S, 1]
 
 
-def _sum(hidden_states: Tensor, layout: AnyLayout, weights: Tensor) -> Tensor:
+def _sum(hidden_states: Tensor, layout: PackedLayout, weights: Tensor) -> Tensor:
     """The weighted sum over each sequence's slots: `[T, H]` and `[B, S, 1]` -> `[B, H]`."""
     return (to_slots(hidden_states, layout) * weights).sum(dim=1)  # [B, S, H] -> [B, H]
 
 
-POOLINGS: Mapping[str, Callable[[Tensor, AnyLayout], Tensor]] = {
+POOLINGS: Mapping[str, Callable[[Tensor, PackedLayout], Tensor]] = {
     "mean": mean_tokens,
     "cls": first_tokens,
     "max": max_tokens,

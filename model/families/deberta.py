@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.attention import (
-    AnyLayout,
+    PackedLayout,
     ScaledDotProductAttention,
     by_head,
     count_slots,
@@ -213,7 +213,7 @@ class Table(nn.Module):
         index = (distance + config.distances).clamp(0, 2 * config.distances - 1)
         self.register_buffer("index", index, persistent=False)
 
-    def forward(self, layout: AnyLayout) -> Distances:
+    def forward(self, layout: PackedLayout) -> Distances:
         """Raises IndexError for sequences that are longer than max_position_embeddings."""
         longest = count_slots(layout)
         distance = torch.arange(-longest, longest, device=self.index.device)  # [2S]
@@ -250,13 +250,13 @@ class DebertaSelfAttention(nn.Module):
         own = () if config.share_att_key else self.terms
         return {term: nn.Linear(config.hidden_size, config.hidden_size) for term in own}
 
-    def forward(self, x: Tensor, layout: AnyLayout, distances: Distances | None) -> Tensor:
+    def forward(self, x: Tensor, layout: PackedLayout, distances: Distances | None) -> Tensor:
         qkv = self.qkv(x)  # [T, 3H]
         bias = None if distances is None else self.bias(qkv, layout, distances)
         context = self.attend(qkv, layout, bias)  # [T, H]
         return self.output(context)  # [T, H]
 
-    def bias(self, qkv: Tensor, layout: AnyLayout, distances: Distances) -> Tensor | None:
+    def bias(self, qkv: Tensor, layout: PackedLayout, distances: Distances) -> Tensor | None:
         """Return the distances' part of the scores, `[B, N, S, S]`; None without terms."""
         query, key, _ = by_head(qkv, self.num_heads, layout)  # [B, N, S, D]
         table = distances.table.to(qkv.dtype)  # [2K, H]
@@ -331,7 +331,7 @@ class Convolution(nn.Module):
         self.norm = nn.LayerNorm(hidden, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(self, x: Tensor, layer_input: Tensor, layout: AnyLayout) -> Tensor:
+    def forward(self, x: Tensor, layer_input: Tensor, layout: PackedLayout) -> Tensor:
         """`[T, H]` -> `[T, H]`. x: the first layer's output; layer_input: its input, [T, H]"""
         # Zeros after the end of a sequence.
         slots = to_slots(layer_input, layout) * real_slots(layout)[:, :, None]  # [B, S, H]
@@ -355,7 +355,7 @@ class ConvolvedLayer(SecondVersionLayer):
         super().__init__(config)
         self.convolution = Convolution(config)
 
-    def forward(self, x: Tensor, layout: AnyLayout, *shared: Any) -> Tensor:
+    def forward(self, x: Tensor, layout: PackedLayout, *shared: Any) -> Tensor:
         return self.convolution(super().forward(x, layout, *shared), x, layout)  # [T, H]
 
 
@@ -372,7 +372,7 @@ class Deberta(Bert):
         if self.distances is not None:
             self.distances.apply(self.init_weights)
 
-    def shared_inputs(self, position_ids: Tensor, layout: AnyLayout) -> Distances | None:
+    def shared_inputs(self, position_ids: Tensor, layout: PackedLayout) -> Distances | None:
         return None if self.distances is None else self.distances(layout)
 
 

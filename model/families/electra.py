@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import AnyLayout
+from model.attention import PackedLayout
 from model.bert import ACTIVATIONS, Bert, MaskedLM
 from model.bert import Embeddings as BertEmbeddings
 from model.config import BertConfig
@@ -76,7 +76,7 @@ class Electra(Bert):
 
 # -- pretraining -------------------------------------------------------------------------------------------------------
 
-ElectraInputs = tuple[Tensor, Tensor, Tensor, AnyLayout]  # ids, segments, positions [T]
+ElectraInputs = tuple[Tensor, Tensor, Tensor, PackedLayout]  # ids, segments, positions [T]
 
 
 class Generator(nn.Module):
@@ -96,7 +96,7 @@ class Generator(nn.Module):
         input_ids: Tensor,
         token_type_ids: Tensor,
         position_ids: Tensor,
-        layout: AnyLayout,
+        layout: PackedLayout,
         masked: Tensor,
     ) -> Tensor:
         """Token logits [M, V] at the packed indices `masked` [M]."""
@@ -136,7 +136,7 @@ class Discriminator(nn.Module):
         input_ids: Tensor,
         token_type_ids: Tensor,
         position_ids: Tensor,
-        layout: AnyLayout,
+        layout: PackedLayout,
     ) -> Tensor:
         return self.replaced(self.encoder(input_ids, token_type_ids, position_ids, layout))  # [T]
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from model.attention import AnyLayout, ScaledDotProductAttention, count_slots
+from model.attention import PackedLayout, ScaledDotProductAttention, count_slots
 from model.bert import ACTIVATIONS
 from model.config import BertConfig
 from model.families.bert_names import BERT
@@ -202,7 +202,7 @@ class ModernBertSelfAttention(nn.Module):
         self.output = nn.Linear(config.hidden_size, config.hidden_size, bias=config.attention_bias)
 
     def forward(
-        self, x: Tensor, layout: AnyLayout, by: Rotation, bias: Tensor | None = None
+        self, x: Tensor, layout: PackedLayout, by: Rotation, bias: Tensor | None = None
     ) -> Tensor:
         qkv = rotate(self.qkv(x), self.num_heads, by)  # [T, 3H]
         context = self.attend(qkv, layout, bias)  # [T, H]
@@ -236,7 +236,7 @@ class ModernBertLayer(nn.Module):
         self.feed_forward_norm = norm(config)
         self.feed_forward = ModernBertFeedForward(config)
 
-    def forward(self, x: Tensor, layout: AnyLayout, by: Rotation, bias: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, layout: PackedLayout, by: Rotation, bias: Tensor | None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), layout, by, bias)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
@@ -275,7 +275,7 @@ class ModernBert(nn.Module):
         input_ids: Tensor,
         token_type_ids: Tensor,
         position_ids: Tensor,
-        layout: AnyLayout,
+        layout: PackedLayout,
     ) -> Tensor:
         """`[T]` each -> `[T, H]`."""
         x = self.embeddings(input_ids, token_type_ids)  # [T, H]
@@ -327,7 +327,7 @@ class ModernBertTokenClassification(nn.Module):
         self.head = Transform(config)
         self.classifier = nn.Linear(config.hidden_size, num_labels)
 
-    def forward(self, hidden_states: Tensor, layout: AnyLayout) -> Tensor:
+    def forward(self, hidden_states: Tensor, layout: PackedLayout) -> Tensor:
         return self.classifier(self.head(hidden_states))  # [T, C]
 
 
@@ -338,7 +338,7 @@ class ModernBertSequenceClassification(ModernBertTokenClassification):
         super().__init__(config, num_labels)
         self.pooled = POOLED[config.classifier_pooling]
 
-    def forward(self, hidden_states: Tensor, layout: AnyLayout) -> Tensor:
+    def forward(self, hidden_states: Tensor, layout: PackedLayout) -> Tensor:
         pooled = self.pooled(hidden_states, layout)  # [B, H]
         return super().forward(pooled, layout)  # [B, C]
 

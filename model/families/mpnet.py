@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from model.attention import AnyLayout, count_slots
+from model.attention import PackedLayout, count_slots
 from model.bert import Bert
 from model.families.distilbert import DistilBertEmbeddings as DistilBertEmbeddings
 from model.families.roberta import ROBERTA, RobertaConfig
@@ -65,7 +65,7 @@ class MPNet(Bert):
         # A table, because another runtime's logarithm may give another bucket.
         self.register_buffer("buckets", bucket(away, buckets), persistent=False)
 
-    def shared_inputs(self, position_ids: Tensor, layout: AnyLayout) -> Tensor:
+    def shared_inputs(self, position_ids: Tensor, layout: PackedLayout) -> Tensor:
         """The bias of the attention scores, `[1, N, S, S]`."""
         places = torch.arange(count_slots(layout), device=self.buckets.device)  # [S]
         buckets = self.buckets[places[None, :] - places[:, None] + self.longest]  # [S, S]

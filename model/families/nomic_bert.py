@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
-from model.attention import AnyLayout
+from model.attention import PackedLayout
 from model.bert import Bert, Layer
 from model.config import BertConfig
 from model.families.bert_names import BERT
@@ -140,7 +140,7 @@ class NomicBert(Bert):
     make_embeddings = NomicBertEmbeddings
     make_layer = NomicBertLayer
 
-    def shared_inputs(self, position_ids: Tensor, layout: AnyLayout) -> Rotation:
+    def shared_inputs(self, position_ids: Tensor, layout: PackedLayout) -> Rotation:
         """The rotations of all positions."""
         return rotation(position_ids, self.config.head_size, self.config.rope_theta)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from model.attention import AnyLayout, ScaledDotProductAttention
+from model.attention import PackedLayout, ScaledDotProductAttention
 
 
 @dataclass
@@ -47,7 +47,7 @@ def capture(
 
     def keep_weights(
         module: ScaledDotProductAttention,
-        inputs: tuple[Tensor, AnyLayout, Tensor | None],
+        inputs: tuple[Tensor, PackedLayout, Tensor | None],
         output: Tensor,
     ) -> None:
         captured.attention_weights.append(module.weights(*inputs))

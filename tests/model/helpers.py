@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from model.attention import PackedLayout, PaddedLayout
+from model.attention import PackedLayout
 from model.config import BertConfig
 from model.training.training_run import TrainingRun
 from service.core import packing
@@ -80,15 +80,6 @@ def theirs(packed: Packed) -> dict[str, Tensor]:
     return {name: torch.as_tensor(v) for name, v in padded.items()} | {
         "attention_mask": torch.as_tensor(mask.astype(np.int64))
     }
-
-
-def padded(packed: Packed) -> tuple[Tensor, Tensor, Tensor, PaddedLayout]:
-    """What our modules take in the trivial layout, where every slot is a token."""
-    arguments = theirs(packed)
-    positions = torch.arange(packed.layout.longest).expand(len(packed.lengths), -1)
-    ids = (arguments["input_ids"], arguments["token_type_ids"], positions)
-    flat = (tensor.reshape(-1) for tensor in ids)
-    return (*flat, PaddedLayout(arguments["attention_mask"]))  # type: ignore[return-value]
 
 
 def real(slots: Tensor, packed: Packed) -> Tensor:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from model.attention import PackedLayout, PaddedLayout, ScaledDotProductAttention, attention
+from model.attention import PackedLayout, ScaledDotProductAttention, attention
 from service.core import packing
 from tests.model.helpers import LENGTHS, TOLERANCE
 
@@ -51,24 +51,6 @@ def test_packed_is_the_definition(lengths: list[int], seed: int) -> None:
     torch.testing.assert_close(context, by_definition(qkv, lengths), **TOLERANCE)
 
 
-def pad(qkv: Tensor, layout: PackedLayout) -> tuple[Tensor, PaddedLayout]:
-    """The same in the trivial layout."""
-    columns = torch.arange(layout.unpack.shape[1])
-    mask = (columns < layout.lengths[:, None]).long()
-    return qkv.index_select(0, layout.unpack.flatten()), PaddedLayout(mask)
-
-
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_padded_is_packed(lengths: list[int]) -> None:
-    """The trivial layout gives real tokens what packed attention gives them."""
-    qkv, layout = draw(lengths)
-    slots, padded = pad(qkv, layout)
-
-    context = attention(slots, HEADS, padded).index_select(0, layout.pack)
-
-    torch.testing.assert_close(context, attention(qkv, HEADS, layout), **TOLERANCE)
-
-
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("each", [False, True], ids=["one scale", "each its own"])
 def test_bias_and_scale(lengths: list[int], each: bool) -> None:
@@ -81,21 +63,6 @@ def test_bias_and_scale(lengths: list[int], each: bool) -> None:
     torch.testing.assert_close(
         attention(qkv, HEADS, layout, bias=bias, scale=0.3), expected, **TOLERANCE
     )
-    slots, padded = pad(qkv, layout)
-    in_slots = attention(slots, HEADS, padded, bias=bias, scale=0.3)
-    torch.testing.assert_close(in_slots.index_select(0, layout.pack), expected, **TOLERANCE)
-
-
-def test_padded_mask_hides() -> None:
-    """The contents of padding positions of the trivial layout change no result."""
-    qkv, _ = draw([6, 6])
-    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0]])
-    changed = qkv.clone()
-    changed[8:] = 1e4
-
-    before, after = (attention(x, HEADS, PaddedLayout(mask)) for x in (qkv, changed))
-
-    torch.testing.assert_close(after[:8], before[:8], rtol=0, atol=0)
 
 
 def test_full_layout_gathers_nothing() -> None:

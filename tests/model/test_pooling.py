@@ -1,4 +1,4 @@
-"""Each way to pool gives sentence-transformers' vectors, from packed and from padded tokens, in any batch."""
+"""Each way to pool gives sentence-transformers' vectors, in any batch."""
 
 from typing import Any, get_args
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from sentence_transformers.sentence_transformer.modules import Pooling
 
-from model.attention import PackedLayout, PaddedLayout
+from model.attention import PackedLayout
 from model.heads import SentenceEmbedding
 from model.pooling import POOLINGS
 from service.core import packing
@@ -25,7 +25,7 @@ def test_modes() -> None:
 
 @pytest.mark.parametrize("pooling", CASES)
 def test_sentence_transformers(pooling: str | tuple[str, ...]) -> None:
-    """Of packed and of padded states, and of a sequence by itself."""
+    """Of packed states, and of a sequence by itself."""
     states = torch.randn(sum(LENGTHS), WIDTH) - 3  # a padding slot of zeros would be the maximum
     layout = packing.make_layout(LENGTHS)
     mask = torch.arange(9) < torch.tensor(LENGTHS)[:, None]
@@ -36,8 +36,6 @@ def test_sentence_transformers(pooling: str | tuple[str, ...]) -> None:
     head = SentenceEmbedding(pooling)
 
     torch.testing.assert_close(head(states, PackedLayout.of(layout)), expected, **TOLERANCE)
-    in_slots = head(padded.view(-1, WIDTH), PaddedLayout(mask.long()))
-    torch.testing.assert_close(in_slots, expected, **TOLERANCE)
     for row, part in enumerate(states.split(LENGTHS)):
         alone = head(part, PackedLayout.of(packing.make_layout([len(part)])))
         torch.testing.assert_close(alone[0], expected[row], **TOLERANCE)
