@@ -10,7 +10,7 @@ from service.engines.local_device import open_device
 from service.observability import logs
 from service.observability.metrics import Metrics
 from service.processes.control_channel import ControlChannel
-from service.processes.frontends import Frontends
+from service.processes.http_peers import Frontends
 from service.rollout.directory_watcher import watch
 from service.rollout.model_manager import ModelManager, Resume
 from service.settings import Settings

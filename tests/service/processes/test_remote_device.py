@@ -23,7 +23,7 @@ from service.observability.metrics import Metrics
 from service.processes import messages
 from service.processes.channel import frame
 from service.processes.control_channel import PEER, ChildControl, ControlChannel
-from service.processes.frontends import Frontend, Frontends
+from service.processes.http_peers import Frontend, Frontends
 from service.processes.inference_process import serve
 from service.processes.remote_device import RemoteDevice
 from service.processes.remote_metrics import RemoteMetrics
