@@ -1,14 +1,16 @@
 """The message channel between two processes over a stream socket: a JSON header, and arrays in their memory layout.
 
-    frame = length of header, length of arrays (u32 each, little-endian), [kind, fields], the arrays' bytes
+    frame = length of header, length of arrays (u32 each, little-endian), header, the arrays' bytes
+    header = [role, number, kind, fields]
 
 Both ends run the same version on the same machine. The frames therefore need no version number and no byte swapping.
+`service.processes.peer` defines the roles and numbers.
 """
 
 import asyncio
 import struct
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import orjson
 from numpy.typing import NDArray
@@ -17,9 +19,11 @@ from service.processes.messages import KINDS, Message
 
 LENGTHS = struct.Struct("<II")
 
+Role = Literal["request", "part", "reply", "notice"]
 
-def frame(message: Message, *arrays: NDArray[Any] | bytes) -> bytes:
-    header = orjson.dumps([type(message).__name__, message])
+
+def frame(role: Role, number: int, message: Message, *arrays: NDArray[Any] | bytes) -> bytes:
+    header = orjson.dumps([role, number, type(message).__name__, message])
     body = b"".join(part if isinstance(part, bytes) else part.tobytes() for part in arrays)
     return LENGTHS.pack(len(header), len(body)) + header + body
 
@@ -27,13 +31,13 @@ def frame(message: Message, *arrays: NDArray[Any] | bytes) -> bytes:
 class Channel(asyncio.Protocol):
     """One end of a channel.
 
-    received: called with each message and its arrays
+    received: called with the role, the number, the message and the arrays of each frame
     lost: called once, when the other end has closed
     broken: whether received data could not be processed, because of a bug in the service; the socket is then closed
     """
 
     def __init__(
-        self, received: Callable[[Message, bytes], None], lost: Callable[[], None]
+        self, received: Callable[[Role, int, Message, bytes], None], lost: Callable[[], None]
     ) -> None:
         self._received = received
         self._lost = lost
@@ -50,7 +54,9 @@ class Channel(asyncio.Protocol):
     def open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    def send(self, message: Message, *arrays: NDArray[Any] | bytes) -> None:
+    def send(
+        self, role: Role, number: int, message: Message, *arrays: NDArray[Any] | bytes
+    ) -> None:
         """Send a message. All messages of one turn of the event loop are written together.
 
         One write saves time, because waking the other end costs more than reading a message. If the other end has
@@ -60,7 +66,7 @@ class Channel(asyncio.Protocol):
             return
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._unsent.append(frame(message, *arrays))
+        self._unsent.append(frame(role, number, message, *arrays))
 
     def _flush(self) -> None:
         if self._unsent and self._transport is not None and self.open:
@@ -73,11 +79,10 @@ class Channel(asyncio.Protocol):
             self._transport.close()
 
     def data_received(self, data: bytes) -> None:
-        try:
-            self._receive(data)
-        except Exception:
-            self.broken = True
-            raise  # the event loop reports it and closes the connection
+        # The event loop logs an exception and closes the connection.
+        self.broken = True
+        self._receive(data)
+        self.broken = False
 
     def _receive(self, data: bytes) -> None:
         self._buffer += data
@@ -87,9 +92,10 @@ class Channel(asyncio.Protocol):
             middle = start + LENGTHS.size + header
             if len(self._buffer) < middle + body:
                 break
-            kind, fields = orjson.loads(self._buffer[start + LENGTHS.size : middle])
+            role, number, kind, fields = orjson.loads(self._buffer[start + LENGTHS.size : middle])
             start = middle + body
-            self._received(KINDS[kind](**fields), bytes(self._buffer[middle:start]))
+            message = KINDS[kind](**fields)
+            self._received(role, number, message, bytes(self._buffer[middle:start]))
         del self._buffer[:start]
 
     def connection_lost(self, _: Exception | None) -> None:

@@ -10,7 +10,7 @@ from service.engines.local_device import open_device
 from service.observability import logs
 from service.observability.metrics import Metrics
 from service.processes.control_channel import ControlChannel
-from service.processes.http_peers import Frontends
+from service.processes.http_peers import HttpPeers
 from service.rollout.directory_watcher import watch
 from service.rollout.model_manager import ModelManager, Resume
 from service.settings import Settings
@@ -40,16 +40,16 @@ async def compute(
             manager.open(resume)
         except Exception as error:
             raise CannotStart(error) from error
-        frontends = Frontends(device, manager, metrics)
-        await manager.follow(frontends)
+        peers = HttpPeers(device, manager, metrics)
+        await manager.follow(peers)
         gc.collect()
         gc.freeze()  # excludes long-lived objects from garbage collection
-        serving = asyncio.create_task(serve(frontends, control))
-        telling = asyncio.create_task(frontends.tell_load())
+        serving = asyncio.create_task(serve(peers, control))
+        reporting = asyncio.create_task(peers.report_load())
         beating = asyncio.create_task(control.beat())
         watching = asyncio.create_task(watch(manager, settings))
-        await asyncio.wait([serving, telling], return_when=asyncio.FIRST_COMPLETED)
-        telling.cancel()
+        await asyncio.wait([serving, reporting], return_when=asyncio.FIRST_COMPLETED)
+        reporting.cancel()
         beating.cancel()
         watching.cancel()
         if not serving.done():
@@ -58,9 +58,9 @@ async def compute(
         serving.result()
 
 
-async def serve(frontends: Frontends, control: ControlChannel) -> None:
+async def serve(peers: HttpPeers, control: ControlChannel) -> None:
     """Connect each HTTP process that a command brings. Return when the control channel and all their channels close."""
     async for order in control:
         if order.end is not None:
-            await frontends.add_http_process(order.end)
-    await frontends.none()
+            await peers.add(order.end)
+    await peers.all_disconnected()

@@ -1,6 +1,7 @@
 """The messages between HTTP processes and the inference process, one class for each kind.
 
-Both ends run the same version on the same machine, so no message has a version number.
+Both ends run the same version on the same machine, so no message has a version number. `service.processes.peer` numbers
+the requests, and sends a request's reply with the same number.
 """
 
 from collections import Counter
@@ -8,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
+from service import errors
 from service.core.bundle import BundleTexts, Manifest
 from service.engines.commands import COMMANDS, Command
 from service.engines.device import RunsOn
@@ -22,12 +24,11 @@ class Submit:
     """Compute the entries of one request; arrays: all `input_ids`, then all `token_type_ids`, int64.
 
     hidden: the last tokens of each entry that no token attends to; empty for none
-    each: send each entry's outcome as soon as it is computed, instead of all together
+    each: send each entry's outcome as a part of the reply as soon as it is computed, instead of all together
 
-    `Entry` defines the other fields.
+    `Entry` defines the other fields. The reply is `Computed`.
     """
 
-    id: int
     bundle: str
     heads: list[str]
     lengths: list[int]
@@ -39,13 +40,6 @@ class Submit:
     tenant: str
     each: bool
     unbatched: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    """Cancel a request, since its client has left or its deadline has passed."""
-
-    id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +57,6 @@ class Observed:
 class Render:
     """Send the metrics page; routes: for each route, whether its requests use a model."""
 
-    id: int
     routes: Mapping[str, bool]
 
 
@@ -71,60 +64,41 @@ class Render:
 class Execute:
     """Execute a command of `service.engines.commands`: its name and its fields."""
 
-    id: int
     name: str
     fields: dict[str, Any]
 
     @classmethod
-    def of(cls, number: int, command: Command) -> "Execute":
-        return cls(number, command.name, asdict(command))
+    def of(cls, command: Command) -> "Execute":
+        return cls(command.name, asdict(command))
 
     @property
     def command(self) -> Command:
         return COMMANDS[self.name](**self.fields)
 
 
-@dataclass(frozen=True, slots=True)
-class Adopted:
-    """New requests follow this model table. If there is a problem, they still follow the previous one."""
-
-    number: int
-    problem: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Released:
-    """No request uses a bundle any more that an earlier model table contained and the current one does not."""
-
-    model: str
-
-
 # -- from the inference process to an HTTP process --------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Catalogue:
-    """The model table: the served models from now on, and the texts of the new ones.
+class ModelTable:
+    """Send new requests to these models. The reply, `Done`, follows when they do, or `Failed` if they cannot.
 
     models: in the format of `service.engines.model_state`
-    texts: id, sha256, manifest and tokenizer size in bytes of each bundle
+    texts: id, sha256, manifest and tokenizer size in bytes of each bundle that the process does not have
     arrays: the tokenizers, one after the other
     """
 
-    number: int
     models: list[Any]
     texts: list[tuple[str, str, Any, int]]
 
     @classmethod
-    def of(
-        cls, number: int, models: Models, texts: Sequence[BundleTexts]
-    ) -> tuple["Catalogue", bytes]:
+    def of(cls, models: Models, texts: Sequence[BundleTexts]) -> tuple["ModelTable", bytes]:
         """Return the message and its arrays."""
-        told = [
+        fields = [
             (own.manifest.id, own.sha256, own.manifest.model_dump(mode="json"), len(own.tokenizer))
             for own in texts
         ]
-        return cls(number, [*models], told), b"".join(own.tokenizer for own in texts)
+        return cls([*models], fields), b"".join(own.tokenizer for own in texts)
 
     @property
     def served(self) -> Models:
@@ -144,8 +118,15 @@ class Catalogue:
 
 
 @dataclass(frozen=True, slots=True)
+class Leave:
+    """Reply with `Done` when no request uses a bundle any more that the last model table does not contain."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
 class LoadReport:
-    """The device's load, sent regularly. It includes the requests up to `seen`.
+    """The device's load, sent regularly as a heartbeat. It includes the requests up to number `seen`.
 
     waiting: each flow, with the bits, number and tokens of its requests
     """
@@ -181,14 +162,13 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Outcomes of a request's entries, by their places in it; arrays: their outputs, float32, one after the other.
+    """Outcomes of entries, by their places in `Submit`; arrays: their outputs, float32, one after the other.
 
     shapes: for each entry, the shapes of its heads' outputs, in the order of the request's heads
     facts: queue_s, inference_s, batch_size, batch_tokens, padding_ratio of each entry
     failed: place, code and message of each entry that failed
     """
 
-    id: int
     places: list[int]
     shapes: list[list[list[int]]]
     facts: list[tuple[float, float, int, int, float]]
@@ -196,44 +176,66 @@ class Computed:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
-    """The whole request failed with an error of `service.errors`."""
-
-    id: int
-    code: str
-    message: str
-    param: str | None
-    retry_after_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
 class Page:
     """The metrics page; arrays: its bytes."""
-
-    id: int
 
 
 @dataclass(frozen=True, slots=True)
 class Executed:
     """The result of a command."""
 
-    id: int
     answer: dict[str, Any]
+
+
+# -- in both directions -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Cancel a request, since its client has left or its deadline has passed."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The request is completed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request failed with an error of `service.errors`."""
+
+    code: str
+    message: str
+    param: str | None
+    retry_after_s: float | None
+
+    @classmethod
+    def of(cls, error: errors.QuartetError) -> "Failed":
+        retry_after_s = error.retry_after_s if isinstance(error, errors.RetryableError) else None
+        return cls(error.code, error.message, error.param, retry_after_s)
+
+    @property
+    def error(self) -> errors.QuartetError:
+        return errors.revive(
+            self.code, self.message, param=self.param, retry_after_s=self.retry_after_s
+        )
 
 
 Message = (
     Submit
-    | Cancel
     | Observed
     | Render
     | Execute
-    | Adopted
-    | Released
-    | Catalogue
+    | ModelTable
+    | Leave
     | LoadReport
     | Computed
-    | Failed
     | Page
     | Executed
+    | Cancel
+    | Done
+    | Failed
 )
 KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in get_args(Message)}

@@ -50,7 +50,7 @@ async def test_a_process_that_cannot_receive_results_ends(monkeypatch: pytest.Mo
     _, orders, theirs, ours = ends
     worker = Worker(Settings(http_workers=1), ControlChannel(orders))
     await worker.device.connect(ours)
-    theirs.sendall(frame(Cancel(1)).replace(b"Cancel", b"Cancer"))
+    theirs.sendall(frame("notice", 0, Cancel(1)).replace(b"Cancel", b"Cancer"))
     await asyncio.wait_for(ended.wait(), 30)
     for end in ends:
         end.close()

@@ -23,7 +23,7 @@ from service.observability.metrics import Metrics
 from service.processes import messages
 from service.processes.channel import frame
 from service.processes.control_channel import PEER, ChildControl, ControlChannel
-from service.processes.http_peers import Frontend, Frontends
+from service.processes.http_peers import HttpPeers
 from service.processes.inference_process import serve
 from service.processes.remote_device import RemoteDevice
 from service.processes.remote_metrics import RemoteMetrics
@@ -140,9 +140,9 @@ class Pair:
         self.following = asyncio.create_task(self.remote.follow(self.subscriber))
         ours, end = socket.socketpair()
         self.link = ChildControl(ours, lambda report: None)
-        self.frontends = Frontends(self.device, self.manager, self.metrics)  # type: ignore[arg-type]
-        self.serving = asyncio.create_task(serve(self.frontends, ControlChannel(end)))
-        self.telling = asyncio.create_task(self.frontends.tell_load())
+        self.peers = HttpPeers(self.device, self.manager, self.metrics)  # type: ignore[arg-type]
+        self.serving = asyncio.create_task(serve(self.peers, ControlChannel(end)))
+        self.telling = asyncio.create_task(self.peers.report_load())
 
     async def connect(self) -> None:
         ours, theirs = socket.socketpair()
@@ -153,8 +153,8 @@ class Pair:
 
     def lose(self) -> None:
         """The inference process is gone."""
-        for frontend in [*self.frontends._there]:
-            frontend.channel.close()
+        for peer in self.peers._peers:
+            peer.close()
 
 
 @asynccontextmanager
@@ -165,8 +165,8 @@ async def pair() -> AsyncIterator[Pair]:
     try:
         yield made
     finally:
-        if made.remote._channel is not None:
-            made.remote._channel.close()
+        if made.remote._peer is not None:
+            made.remote._peer.close()
         made.link.close()
         await asyncio.wait_for(made.serving, 30)
         made.telling.cancel()
@@ -303,10 +303,10 @@ async def test_a_disconnect_cancels_the_work() -> None:
 async def test_an_http_process_that_dies_takes_its_work_along() -> None:
     """Its requests are canceled, and the inference process forgets it."""
     async with pair() as both, under_way(both, text(1)):
-        assert both.remote._channel is not None
-        both.remote._channel.close()
+        assert both.remote._peer is not None
+        both.remote._peer.close()
         await asyncio.wait_for(both.device.cancelled.wait(), 30)
-        await until(lambda: not both.frontends._there)
+        await until(lambda: not both.peers._peers)
 
 
 # -- an inference process that is lost ---------------------------------------------------------------------------------
@@ -326,7 +326,7 @@ async def under_way(
     await asyncio.wait([asked])
 
 
-async def test_what_comes_while_there_is_no_device_fails_by_name() -> None:
+async def test_what_comes_while_peers_is_no_device_fails_by_name() -> None:
     """Entries and pages are refused, readiness says no, and all is well with the next device."""
     async with pair() as both:
         both.lose()
@@ -354,9 +354,9 @@ async def test_a_failed_receive_is_reported() -> None:
     entry = text(1)
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)
     async with pair() as both, under_way(both, entry):
-        (frontend,) = both.frontends._there
-        ended = messages.Computed(0, [0], [[[1, 2]]], [(0.0, 0.0, 1, 1, 1.0)], [])
-        frontend.channel.send(ended, np.zeros(2, np.float16))
+        (peer,) = both.peers._peers
+        computed = messages.Computed([0], [[[1, 2]]], [(0.0, 0.0, 1, 1, 1.0)], [])
+        peer.send("reply", 1, computed, np.zeros(2, np.float16))
         await asyncio.wait_for(both.broken.wait(), 30)
 
 
@@ -450,7 +450,7 @@ async def test_a_device_that_dies_while_it_opens_costs_no_chance() -> None:
             ours, theirs = socket.socketpair()
             await both.remote.connect(ours)
             theirs.close()
-            await until(lambda: both.remote._channel is None)
+            await until(lambda: not both.remote.connected)
         both.device.hold = None
         await both.connect()
         assert 1 == len(await asyncio.wait_for(asked, 30))
@@ -475,7 +475,7 @@ async def test_a_device_that_dies_at_once_gets_no_request() -> None:
     ours, theirs = socket.socketpair()
     theirs.close()
     await remote.connect(ours)
-    await until(lambda: remote._channel is None)
+    await until(lambda: not remote.connected)
     with pytest.raises(errors.ReplicaLost):
         await remote.submit([text(1)])
 
@@ -505,15 +505,15 @@ async def test_an_immediate_cancellation_adds_no_load(monkeypatch: pytest.Monkey
     """A request and its cancellation may arrive together."""
     sent: list[bytes] = []
     async with pair() as both:
-        assert both.remote._channel is not None
-        (frontend,) = both.frontends._there
+        assert both.remote._peer is not None
+        (peer,) = both.peers._peers
         with monkeypatch.context() as patch:
-            patch.setattr(both.remote._channel, "send", lambda *m: sent.append(frame(*m)))
+            patch.setattr(both.remote._peer, "send", lambda *m: sent.append(frame(*m)))
             asked = asyncio.create_task(both.remote.submit([text(1, 2, 3)]))
             await asyncio.sleep(0)
             asked.cancel()
             await asyncio.wait([asked])
-        frontend.channel.data_received(b"".join(sent))
+        peer.data_received(b"".join(sent))
         assert both.remote.load() != LOAD
         await until(lambda: both.remote.load() == LOAD)
         assert [] == both.device.seen
@@ -528,8 +528,8 @@ async def test_a_device_that_falls_silent_is_not_ready() -> None:
         assert "has sent nothing for 0.8 s" in both.remote.load().problem
         assert LOAD.rates == both.remote.load().rates
         assert 5000 == both.remote.max_queue_tokens
-        for frontend in both.frontends._there:
-            frontend.tell(LOAD)
+        for peer in both.peers._peers:
+            both.peers._send_load(peer)
         await until(lambda: both.remote.load().ready)
         watching.cancel()
 
@@ -564,8 +564,8 @@ async def test_metrics_of_several_processes_add_up() -> None:
             seen.observe_error("invalid")
         await first.page()
         page = (await second.page()).decode()
-        assert other._channel is not None
-        other._channel.close()
+        assert other._peer is not None
+        other._peer.close()
     assert 'quartet_tokens_total{model="tiny@1",tenant="ann"} 14.0' in page
     assert 'quartet_stage_seconds_sum{model="tiny@1",stage="parse"} 0.5' in page
     assert 'quartet_stage_seconds_count{model="tiny@1",stage="encode"} 2.0' in page
@@ -629,7 +629,7 @@ async def test_what_is_served_crosses_as_it_is(texts: BundleTexts) -> None:
     models = (model("tiny@1"), model("tiny@0", "previous"))
     both_texts = {"tiny@1": texts, "tiny@0": texts}
     async with pair() as both:
-        await both.frontends.adopt(models, both_texts)
+        await both.peers.adopt(models, both_texts)
         assert models == both.subscriber.models
         assert {texts.manifest.id: texts} == both.subscriber.texts
         both.lose()
@@ -641,8 +641,8 @@ async def test_what_is_served_crosses_as_it_is(texts: BundleTexts) -> None:
 async def test_texts_cross_once(texts: BundleTexts) -> None:
     """What an HTTP process has it is not sent again."""
     async with pair() as both:
-        await both.frontends.adopt((model("tiny@1"),), {"tiny@1": texts})
-        await both.frontends.adopt((model("tiny@1", "previous"),), {"tiny@1": texts})
+        await both.peers.adopt((model("tiny@1"),), {"tiny@1": texts})
+        await both.peers.adopt((model("tiny@1", "previous"),), {"tiny@1": texts})
         assert {} == both.subscriber.texts
 
 
@@ -651,7 +651,7 @@ async def test_a_failed_activation_is_reported(texts: BundleTexts) -> None:
     async with pair() as both:
         both.subscriber.error = ValueError("the tokenizer cannot be read")
         with pytest.raises(ValueError, match="the tokenizer cannot be read"):
-            await both.frontends.adopt((model("tiny@1"),), {"tiny@1": texts})
+            await both.peers.adopt((model("tiny@1"),), {"tiny@1": texts})
         assert 1 == len(await both.remote.submit([text(1)]))
 
 
@@ -675,9 +675,9 @@ async def test_a_bundle_is_left_when_its_last_request_is_answered(texts: BundleT
     """Of every HTTP process that there is; one that dies has no requests."""
     async with pair() as both:
         both.subscriber.hold.clear()
-        await both.frontends.adopt((model("tiny@1"),), {"tiny@1": texts})
-        await both.frontends.adopt((), {})
-        leaving = asyncio.create_task(both.frontends.left("tiny@1"))
+        await both.peers.adopt((model("tiny@1"),), {"tiny@1": texts})
+        await both.peers.adopt((), {})
+        leaving = asyncio.create_task(both.peers.left("tiny@1"))
         await asyncio.sleep(0.05)
         assert not leaving.done()
         both.subscriber.hold.set()
@@ -688,20 +688,20 @@ async def test_a_dead_process_holds_nothing(texts: BundleTexts) -> None:
     """It holds neither an unloading bundle nor the activation of another one."""
     async with pair() as both:
         both.subscriber.hold.clear()
-        await both.frontends.adopt((model("tiny@1"),), {"tiny@1": texts})
-        await both.frontends.adopt((), {})
-        leaving = asyncio.create_task(both.frontends.left("tiny@1"))
+        await both.peers.adopt((model("tiny@1"),), {"tiny@1": texts})
+        await both.peers.adopt((), {})
+        leaving = asyncio.create_task(both.peers.left("tiny@1"))
         await asyncio.sleep(0.05)
         both.lose()
         await asyncio.wait_for(leaving, 30)
-        await asyncio.wait_for(both.frontends.adopt((), {}), 30)
+        await asyncio.wait_for(both.peers.adopt((), {}), 30)
 
 
 async def test_a_lost_subscriber_is_not_waited_for(texts: BundleTexts) -> None:
     """An HTTP process that dies on the way does not keep the others from a new version."""
     async with pair() as both:
         both.subscriber.hold_models.clear()
-        adopting = asyncio.create_task(both.frontends.adopt((model("tiny@1"),), {"tiny@1": texts}))
+        adopting = asyncio.create_task(both.peers.adopt((model("tiny@1"),), {"tiny@1": texts}))
         await asyncio.sleep(0.05)
         assert not adopting.done()
         both.lose()
@@ -737,26 +737,21 @@ async def test_an_error_in_receiving_a_message_costs_its_channel_only() -> None:
         assert not both.broken.is_set()
 
 
-async def test_an_error_in_greeting_closes_the_channel(
-    monkeypatch: pytest.MonkeyPatch, lines: list[EventDict]
+async def test_an_unexpected_error_in_an_adoption_closes_the_channel(
+    lines: list[EventDict],
 ) -> None:
     """An HTTP process without a model table would never be ready; without a channel, it gets another."""
-    adopt = Frontend.adopt
-
-    async def fail(*_: object) -> None:
-        raise RuntimeError("our bug")
-
     async with pair() as both:
         both.lose()
         await until(lambda: not both.remote.connected)
-        monkeypatch.setattr(Frontend, "adopt", fail)
+        both.subscriber.error = RuntimeError("our bug")
         ours, theirs = socket.socketpair()
         both.link.give(PEER, theirs)
         theirs.close()
         await both.remote.connect(ours)
         await until(lambda: not both.remote.connected)
         assert "unexpected error" in [line["event"] for line in lines]
-        monkeypatch.setattr(Frontend, "adopt", adopt)
+        both.subscriber.error = None
         await both.connect()
         assert 1 == len(await both.remote.submit([text(1)]))
 
@@ -774,31 +769,16 @@ async def test_who_cannot_adopt_after_a_reconnection_ends() -> None:
         await asyncio.wait_for(both.broken.wait(), 30)
 
 
-async def test_an_error_in_a_task_ends_the_process(
-    monkeypatch: pytest.MonkeyPatch, lines: list[EventDict]
-) -> None:
-    """Otherwise the error would only be a line in the log."""
-
-    def fail(*_: object) -> None:
-        raise RuntimeError("our bug")
-
-    async with pair() as both:
-        monkeypatch.setattr(RemoteDevice, "_show", fail)
-        await both.frontends.adopt((), {})
-        await asyncio.wait_for(both.broken.wait(), 30)
-    assert "unexpected error" in [line["event"] for line in lines]
-
-
 async def test_a_process_that_dies_after_a_cancelled_command_is_forgotten() -> None:
     """Otherwise every later model table and every unloading would wait for it."""
     async with pair() as both:
         both.subscriber.hold_models.clear()
-        adopting = asyncio.create_task(both.frontends.adopt((), {}))
+        adopting = asyncio.create_task(both.peers.adopt((), {}))
         await asyncio.sleep(0.05)
         adopting.cancel()
         await asyncio.wait([adopting])
         both.lose()
-        await until(lambda: not both.frontends._there)
+        await until(lambda: not both.peers._peers)
 
 
 async def test_orders_are_forwarded() -> None:
