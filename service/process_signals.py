@@ -2,8 +2,7 @@
 
 | signal | before the service can drain | then |
 |---|---|---|
-| SIGTERM, SIGQUIT | the process ends, since no request was accepted | it drains |
-| SIGINT | the same | it drains; a second one ends it at once |
+| SIGTERM, SIGQUIT, SIGINT | the process ends, since no request was accepted | see `service.shutdown` |
 | SIGHUP | ignored | API keys are read again, if there are any |
 | SIGUSR1, SIGUSR2 | ignored | ignored |
 """

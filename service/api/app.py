@@ -41,6 +41,7 @@ from service.middleware.tracing import tracing
 from service.observability.logs import log_bug
 from service.observability.metrics import Recorder
 from service.settings import Settings
+from service.shutdown import Stage
 
 OpenEngines = Callable[[Settings], AbstractAsyncContextManager[Engines]]
 
@@ -166,7 +167,7 @@ async def lifespan(
         for engine in engines.all():
             log.info("opened", model=engine.id, runs=engine.fingerprint)
         yield
-        service.draining = True
+        service.shutdown.advance(Stage.DRAINING)
         if service.closing is not None:
             await service.closing
     service.engines = None

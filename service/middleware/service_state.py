@@ -9,6 +9,7 @@ from service.errors import Draining, InvalidInput, NotReady
 from service.middleware.body_memory import BODIES, MemoryBudget
 from service.observability.metrics import Recorder
 from service.settings import Settings
+from service.shutdown import Shutdown, Stage
 
 TIMEOUT_HEADER = "X-Request-Timeout-Ms"
 MILLISECONDS = re.compile(r"[1-9][0-9]{0,17}")
@@ -26,27 +27,31 @@ class Service:
     settings: Settings
     metrics: Recorder
     engines: Engines | None = None
-    leaving: bool = False  # clients should use another server; requests are still answered
-    draining: bool = False
     is_full: Callable[[], bool] = lambda: False
     closing: Awaitable[None] | None = None
+    shutdown: Shutdown = field(init=False)
     body_memory: MemoryBudget = field(init=False)
 
     def __post_init__(self) -> None:
+        self.shutdown = Shutdown(self.settings.drain_delay_s)
         self.body_memory = MemoryBudget(BODIES * self.settings.max_body_bytes)
+
+    @property
+    def draining(self) -> bool:
+        return self.shutdown.stage >= Stage.DRAINING
 
     def open_engines(self) -> Engines:
         """Return the engines. Raises NotReady before they are open, Draining after they are closed."""
         if self.engines is None:
-            self.refuse_draining()
+            if self.draining:
+                raise Draining("the server is shutting down")
             raise NotReady("the bundles are still loading")
         return self.engines
 
     def check_ready(self) -> None:
         """Check whether new requests should be sent to this process. Raises NotReady or Draining if not."""
-        if self.leaving:
+        if self.shutdown.stage >= Stage.LEAVING:
             raise Draining("the server will shut down")
-        self.refuse_draining()
         if problem := self.open_engines().load().problem:
             raise NotReady(problem)
         if self.is_full():
@@ -56,10 +61,6 @@ class Service:
         """Check whether the engines can still compute. Raises NotReady if only a restart can help."""
         if self.engines is not None and not self.draining and not self.engines.alive():
             raise NotReady(self.engines.load().problem)
-
-    def refuse_draining(self) -> None:
-        if self.draining:
-            raise Draining("the server is shutting down")
 
 
 def timeout_s(headers: Mapping[str, str], settings: Settings) -> float:

@@ -19,9 +19,10 @@ from typing import NamedTuple
 
 from service import health
 from service.process_signals import die_with_parent, end_within
+from service.shutdown import Stage
 
-LEAVE = b"L"  # report not ready, and still serve requests
-DRAIN = b"D"  # respond to the accepted requests, then end
+LEAVE, DRAIN, HURRY = b"L", b"D", b"H"
+STAGES = {LEAVE: Stage.LEAVING, DRAIN: Stage.DRAINING, HURRY: Stage.HURRYING}  # to enter
 PEER = b"P"  # comes with one end of a channel to another process
 KEYS = b"K"  # comes with a file in memory that contains all API keys
 

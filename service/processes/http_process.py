@@ -3,8 +3,8 @@
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -16,11 +16,12 @@ from service.engines.registry import Engines
 from service.keys import load_keys
 from service.middleware.access_control import KeyCheck
 from service.observability import logs
-from service.processes.control_channel import DRAIN, KEYS, LEAVE, MISSING, PEER, ControlChannel
+from service.processes.control_channel import KEYS, MISSING, PEER, STAGES, ControlChannel
 from service.processes.remote_device import RemoteDevice
 from service.processes.remote_metrics import RemoteMetrics
 from service.server.server import Server
 from service.settings import Settings
+from service.shutdown import Stage
 
 log = structlog.get_logger()
 
@@ -36,10 +37,6 @@ class Worker(Server):
         app = create_app(settings, partial(open_remote_engines, self.device, metrics), metrics)
         self.keys: KeyCheck | None = app.state.keys
         super().__init__(app, settings)
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         for work in (self.follow_commands(), self.watch_channel()):
@@ -65,11 +62,9 @@ class Worker(Server):
                 await self.device.connect(order.end)
             if order.kind == KEYS and self.keys is not None:
                 self.keys.replace(load_keys(order.text))
-            if order.kind == LEAVE:
-                self.service.leaving = True
-            if order.kind == DRAIN:
-                self.drain()
-        self.drain()  # the main process is gone
+            if order.kind in STAGES:
+                self.service.shutdown.advance(STAGES[order.kind])
+        self.service.shutdown.advance(Stage.DRAINING)  # the main process is gone
 
     async def watch_channel(self) -> None:
         """Report regularly while there is no channel. The main process knows whether there should be one."""

@@ -1,10 +1,9 @@
 """HTTP and inference in one process."""
 
 import asyncio
-import signal
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 
 import structlog
@@ -61,21 +60,16 @@ class SingleServer(Server):
             for task in watching:
                 task.cancel()
 
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
     async def report_serving(self, sockets: Sequence[socket.socket]) -> None:
-        loop = asyncio.get_running_loop()
-        stop_signals.deliver(partial(self.receive, loop))
         await super().report_serving(sockets)
+        stop_signals.deliver(partial(self.receive_signal, asyncio.get_running_loop()))
 
-    def receive(self, loop: asyncio.AbstractEventLoop, number: int) -> None:
-        """Handle a stop signal in the thread that receives it. A second SIGINT ends the process at once."""
-        if number == signal.SIGINT and self.should_exit:
+    def receive_signal(self, loop: asyncio.AbstractEventLoop, number: int) -> None:
+        """Handle a stop signal in the thread that receives it, since the event loop may be busy."""
+        if self.service.shutdown.stops_at(number):
             exit_at_once(0)
         with suppress(RuntimeError):  # the loop is closed: the process ends anyway
-            loop.call_soon_threadsafe(self.handle_exit, number, None)
+            loop.call_soon_threadsafe(self.service.shutdown.receive_signal, number)
 
     async def watch_device(self) -> None:
         """End the process when only a restart can help, because a thread that hangs can be ended in no other way."""

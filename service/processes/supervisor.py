@@ -33,16 +33,16 @@ from service.process_signals import reap_orphans, stop_signals
 from service.processes import child_process
 from service.processes.child_process import ChildProcess
 from service.processes.control_channel import (
-    DRAIN,
     KEYS,
-    LEAVE,
     MISSING,
     PEER,
+    STAGES,
     ChildControl,
     Report,
 )
 from service.settings import Settings
 from service.settings_sources import CANNOT_GO_ON, KeySource
+from service.shutdown import Shutdown, Stage
 
 log = structlog.get_logger()
 
@@ -89,10 +89,8 @@ class Processes:
         self._stall_clock = StallClock(health.HEARTBEAT_S)
         self._resume: object = None  # state that an inference process leaves to its successor
         self._served: set[str] = set()  # roles of which at least one child has served
-        self._leaving: asyncio.TimerHandle | None = None  # timer until the service drains
-        self._draining = False
-        self._over = False  # the remaining processes must end
-        self._stopping = asyncio.Event()  # interrupts the pauses before restarts
+        self._shutdown = Shutdown(settings.drain_delay_s, self._enter)
+        self._restarts_end = asyncio.Event()  # interrupts the pauses before restarts
         self._status = 0
 
     async def run(self) -> int:
@@ -113,7 +111,7 @@ class Processes:
                 await asyncio.wait(frontend)
                 for task in watching:
                     task.cancel()
-                self._end_starts()
+                self._restarts_end.set()
                 for child in self._of("inference"):
                     child.control.close()  # all its requests are answered
         finally:
@@ -155,7 +153,7 @@ class Processes:
                 self._give_up(CANNOT_GO_ON)
                 return
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), pause)
+                await asyncio.wait_for(self._restarts_end.wait(), pause)
             if not self._wanted(role):
                 return
 
@@ -179,9 +177,10 @@ class Processes:
 
         While the service drains, no HTTP process is started, but an inference process is, for the accepted requests.
         """
-        if self._over:
+        if self._restarts_end.is_set():
             return False
-        return not self._draining or (role == "inference" and bool(self._of("http")))
+        is_draining = self._shutdown.stage >= Stage.DRAINING
+        return not is_draining or (role == "inference" and bool(self._of("http")))
 
     async def _start(self, role: str) -> Child:
         """Start a child and connect it. Raises OSError."""
@@ -195,11 +194,8 @@ class Processes:
         self._children.add(child)
         if self._settings.keys is not keys:
             self._give_keys(child)
-        if self._leaving is not None:
-            self._give(child, LEAVE)
-        if self._draining:
-            self._give(child, DRAIN)
-        if self._over:
+        self._send_stage(child)
+        if self._restarts_end.is_set():
             self._end(child)
         return child
 
@@ -211,6 +207,8 @@ class Processes:
         self._resume = report.get("resume", self._resume)
         child.serves = child.serves or time.monotonic()
         self._served.add(child.role)
+        if child.role == "http":
+            self._shutdown.advance(Stage.RUNNING)
 
     def _introduce(self, new: Child) -> None:
         """Connect a child to all children of the other role."""
@@ -278,51 +276,32 @@ class Processes:
     def _receive(self, loop: asyncio.AbstractEventLoop, number: int) -> None:
         """Handle a stop signal in the thread that receives it."""
         with suppress(RuntimeError):  # the loop is closed: the process ends anyway
-            loop.call_soon_threadsafe(self._stop, number)
+            loop.call_soon_threadsafe(self._shutdown.receive_signal, number)
 
-    def _stop(self, number: int) -> None:
-        """Drain; on SIGTERM and SIGQUIT after the delay.
-
-        A second signal skips the delay, and a further one waits for no request. A SIGINT while draining ends the
-        service at once. So does any signal before an HTTP process has served.
-        """
-        waits_for_delay = self._leaving is None and not self._draining
-        if "http" not in self._served or (number == signal.SIGINT and self._draining):
-            self._draining = True
-            self._kill()
-        elif number != signal.SIGINT and self._settings.drain_delay_s and waits_for_delay:
-            self._leave(self._settings.drain_delay_s)
-        else:
-            self._drain()
-
-    def _leave(self, delay_s: float) -> None:
-        log.info("leaving", seconds=delay_s)
-        self._leaving = asyncio.get_running_loop().call_later(delay_s, self._drain)
-        for child in self._of("http"):
-            self._give(child, LEAVE)
-
-    def _drain(self) -> None:
-        if self._leaving is not None:
-            self._leaving.cancel()
-        if not self._draining:
+    def _enter(self, stage: Stage) -> None:
+        if stage == Stage.LEAVING:
+            log.info("leaving", seconds=self._settings.drain_delay_s)
+        if stage == Stage.DRAINING:
             for listener in self._listeners:
                 listener.close()  # or a client would wait here after the HTTP processes have closed theirs
             patience_s = self._settings.drain_s + health.KILL_AFTER_S
-            asyncio.get_running_loop().call_later(patience_s, self._kill)
-        self._draining = True
+            asyncio.get_running_loop().call_later(patience_s, self._shutdown.advance, Stage.STOPPED)
+        if stage == Stage.STOPPED:
+            self._kill()
         for child in self._of("http"):
-            self._give(child, DRAIN)
+            self._send_stage(child)
+
+    def _send_stage(self, child: Child) -> None:
+        for command, stage in STAGES.items():
+            if stage == self._shutdown.stage:
+                self._give(child, command)
 
     def _give_up(self, status: int) -> None:
-        self._status, self._draining = status, True
-        self._kill()
-
-    def _end_starts(self) -> None:
-        self._over = True
-        self._stopping.set()
+        self._status = status
+        self._shutdown.advance(Stage.STOPPED)
 
     def _kill(self) -> None:
-        self._end_starts()
+        self._restarts_end.set()
         for child in self._children:
             self._end(child)
 

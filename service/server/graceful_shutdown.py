@@ -1,17 +1,13 @@
 """Graceful shutdown: the server responds to every accepted request before it ends.
 
-On SIGTERM the server reports that it is not ready, for `drain_delay_s` seconds, and still serves requests. Then it
-drains: it closes its listeners, accepts the connections in their queues, completes the accepted requests, and ends
-after at most `drain_s` seconds.
+`service.shutdown` defines the order of stages. Here is what a server does to drain: it closes its listeners, accepts
+the connections in their queues, completes the accepted requests, and ends after at most `drain_s` seconds.
 """
 
 import asyncio
-import math
-import signal
 import socket
-import time
-from collections.abc import Callable, Sequence
-from types import FrameType
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import structlog
 import uvicorn
@@ -20,6 +16,7 @@ from service.middleware.service_state import Service
 from service.observability.logs import exit_at_once
 from service.server.sockets import accept_all, stop_accepting
 from service.settings_sources import CANNOT_GO_ON
+from service.shutdown import Stage
 
 log = structlog.get_logger()
 
@@ -32,8 +29,17 @@ class GracefulServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self.service = service
-        self.drains = math.inf  # start time of the drain, by `time.monotonic`
         self.listening: Sequence[socket.socket] = ()
+        service.shutdown.entered = self.enter
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Install no signal handlers, since each process receives signals or commands in its own way."""
+        yield
+
+    def enter(self, stage: Stage) -> None:
+        self.should_exit |= stage >= Stage.DRAINING
+        self.force_exit |= stage >= Stage.HURRYING
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Drain without losing a client. Uvicorn alone would reset connections whose request has not been read yet."""
@@ -66,24 +72,7 @@ class GracefulServer(uvicorn.Server):
         make: Callable[..., asyncio.BaseProtocol] = self.config.http_protocol_class
         return make(config=self.config, server_state=state, app_state=lifespan)
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # No logging here: the signal may have interrupted a log line, which holds the log's lock.
-        delay_s = self.service.settings.drain_delay_s
-        if sig != signal.SIGINT and delay_s and self.started and not self.service.leaving:
-            self.service.leaving = True
-            self.drains = time.monotonic() + delay_s
-        else:
-            self.drain()
-
-    def drain(self) -> None:
-        """Stop listening, respond to the accepted requests, and end. A second call ends at once."""
-        self.service.leaving = self.service.draining = True
-        self.force_exit = self.should_exit
-        self.should_exit = True
-
     async def on_tick(self, counter: int) -> bool:
-        if not self.should_exit and time.monotonic() >= self.drains:
-            self.drain()
         if not self.should_exit and any(listener.fileno() < 0 for listener in self.listening):
             self.lose_listener()
         return await super().on_tick(counter)

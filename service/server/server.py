@@ -28,6 +28,7 @@ from service.server.graceful_shutdown import GRACE_S, GracefulServer
 from service.server.sockets import limit_unsent, url_of
 from service.server.unread_responses import UnreadResponses
 from service.settings import Settings
+from service.shutdown import Stage
 
 if TYPE_CHECKING:
     from service.api.dialects.inference_grpc import GrpcServer
@@ -99,6 +100,7 @@ class Server(GracefulServer):
         return os.getpid()
 
     async def report_serving(self, sockets: Sequence[socket.socket]) -> None:
+        self.service.shutdown.advance(Stage.RUNNING)
         if sockets:
             urls = dict(zip(("url", "metrics"), map(url_of, sockets), strict=False))
             if self._grpc is not None:

@@ -238,7 +238,7 @@ async def test_a_drain_loses_no_client(
     with ThreadPoolExecutor(CLIENTS) as clients:
         asking = [clients.submit(keep_asking, address) for _ in range(CLIENTS)]
         await asyncio.to_thread(ask, address)
-        server.handle_exit(signal.SIGTERM, None)
+        server.service.shutdown.receive_signal(signal.SIGTERM)
         await serving
     ends = sum((asked.result() for asked in asking), Counter[str]())
     assert (ends["answered"] > 0, ends["lost"]) == (True, 0)

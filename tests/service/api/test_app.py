@@ -17,6 +17,7 @@ from service.api.app import PAGES, create_app
 from service.core.bundle import BundleError
 from service.observability.metrics import Metrics
 from service.settings import Settings
+from service.shutdown import Stage
 from tests.service.conftest import living
 from tests.service.fakes import FakeEngine, FakeEngines
 
@@ -87,7 +88,7 @@ async def test_it_is_not_ready_before_it_starts(app: FastAPI) -> None:
 
 async def test_it_is_unready_from_the_signal_on(client: httpx.AsyncClient, app: FastAPI) -> None:
     """While it drains, readiness is 503 and requests are answered."""
-    app.state.service.draining = True
+    app.state.service.shutdown.advance(Stage.DRAINING)
     ready = await client.get("/health/ready")
     assert (ready.status_code, ready.json()["error"]["code"]) == (503, "draining")
     assert ready.headers["Retry-After"] == "1"
@@ -101,7 +102,7 @@ async def test_a_request_under_way_is_answered_while_draining(
     engine.hold = asyncio.Event()
     asking = asyncio.create_task(client.post("/classify", json={"inputs": "a"}))
     await engine.reached.wait()
-    app.state.service.draining = True
+    app.state.service.shutdown.advance(Stage.DRAINING)
     engine.hold.set()
     assert (await asking).status_code == 200
 

@@ -5,6 +5,7 @@ from service.errors import Draining, InvalidInput, NotReady
 from service.middleware.service_state import Service, timeout_s
 from service.observability.metrics import Metrics
 from service.settings import Settings
+from service.shutdown import Stage
 from tests.service.fakes import FakeEngines
 
 
@@ -21,14 +22,15 @@ def test_there_are_no_engines_before_they_are_open(service: Service) -> None:
 
 def test_there_are_no_engines_after_they_are_closed(service: Service) -> None:
     """A request after the end gets 503 without a time to retry."""
-    service.draining = True
+    service.shutdown.advance(Stage.DRAINING)
     with pytest.raises(Draining):
         service.open_engines()
 
 
 def test_requests_are_answered_while_draining(service: Service, engines: FakeEngines) -> None:
     """Readiness ends with the signal, answers only when the engines close."""
-    service.engines, service.draining = engines, True
+    service.engines = engines
+    service.shutdown.advance(Stage.DRAINING)
     assert service.open_engines() is engines
     with pytest.raises(Draining):
         service.check_ready()

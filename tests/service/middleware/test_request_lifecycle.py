@@ -22,6 +22,7 @@ from service.middleware.request_lifecycle import (
     RequestLifecycle,
 )
 from service.observability.metrics import Metrics
+from service.shutdown import Stage
 from tests.service.fakes import FakeEngine
 
 BODY = {"inputs": "a text"}
@@ -138,7 +139,7 @@ async def test_a_draining_server_closes_connections(
     client: httpx.AsyncClient, app: FastAPI
 ) -> None:
     """From the signal on, the answer sends the client's next request elsewhere."""
-    app.state.service.draining = True
+    app.state.service.shutdown.advance(Stage.DRAINING)
     response = await client.post("/classify", json=BODY)
     assert (response.status_code, response.headers["Connection"]) == (200, "close")
 

@@ -10,6 +10,7 @@ from structlog.typing import EventDict
 from service.server.server import Server
 from service.server.sockets import UNSENT_BYTES
 from service.settings import Settings
+from service.shutdown import Stage
 from tests.service.fakes import FakeEngine
 
 
@@ -34,8 +35,7 @@ async def test_a_lost_listener_ends_the_process(
             assert [] == statuses
             server.servers[0].close()  # as the event loop does
             await ended.wait()
-        server.drain()
-        server.drain()
+        server.service.shutdown.advance(Stage.HURRYING)
         await serving
     assert 4 == statuses[0]
     assert "a listening socket was closed" in [line.get("problem") for line in lines]
@@ -66,7 +66,7 @@ async def test_a_drain_without_free_descriptors_answers(
             )
             while engine.ticket is None:
                 await asyncio.sleep(0.001)
-            server.drain()
+            server.service.shutdown.advance(Stage.DRAINING)
             await asyncio.sleep(0.1)
             engine.hold.set()
             assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
@@ -89,7 +89,7 @@ async def test_the_system_keeps_little_of_a_response(app: FastAPI) -> None:
             accepted = connection.wire.get_extra_info("socket")
             unsent = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT)
             writer.close()
-            server.drain()
+            server.service.shutdown.advance(Stage.DRAINING)
             await serving
     assert UNSENT_BYTES == unsent
 
