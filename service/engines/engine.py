@@ -322,10 +322,10 @@ class Engine:
             self._check_in_time([size for _, size in parts], ticket)
             with self._text_threads.open(
                 self._flow(ticket), [size for _, size in parts]
-            ) as request:
+            ) as run_part:
                 for part, size in parts:
                     work = partial(_encode_part, encode, part, ticket.isolate_errors)
-                    add(*await request.run(size, work))
+                    add(*await run_part(size, work))
         if errors and not ticket.isolate_errors:
             first = next(iter(errors.values()))
             alike = [index for index, error in errors.items() if str(error) == str(first)]

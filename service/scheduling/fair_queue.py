@@ -1,15 +1,11 @@
-"""The order of entries: weighted fair queueing of flows, and start-time fair queueing of the requests in each flow.
-
-A flow is the requests of one model, class and tenant (`service.scheduling.load`). Each batch adds the seconds that it
-computes for a flow, divided by the flow's weight, to the flow's virtual time. The flow with the smallest virtual time
-is next. A new flow starts at the virtual time of the others, so that idle time earns no credit.
+"""The order of entries: start-time fair queueing of the requests in each flow, whose turns `flow_turns` decides.
 
 In a flow, each request's entries get consecutive virtual starts, in tokens, from the virtual start at which the request
 arrived. The entry with the smallest start is next, so that a single text never waits behind a thousand. Small requests
 that keep arriving could delay a large one without end, so a flow also records which request has waited longest without
 being scheduled.
 
-Nothing here depends on time, threads or tasks. The batcher and the text threads own a `FairQueue` each.
+Nothing here depends on time, threads or tasks.
 """
 
 import itertools
@@ -24,7 +20,8 @@ from operator import itemgetter
 from service.core.encode import Window
 from service.scheduling.cost_model import Estimator
 from service.scheduling.entries import Entry, Heads, PendingRequest
-from service.scheduling.load import Backlog, Flow, RemainingWork, weights
+from service.scheduling.flow_turns import FlowTurns, FlowWork
+from service.scheduling.load import Backlog, Flow, RemainingWork
 
 MAX_SKIPPED = 16  # batches of a flow without an entry of a request before that request goes first
 # The planner chooses the next batch from the entries of this many batches. A larger pool contains more entries of
@@ -140,18 +137,16 @@ class ModelStatistics:
         return 1 / self.estimators[1].tokens_per_second(lengths, masks)
 
 
-class FlowQueue:
+class FlowQueue(FlowWork):
     """The entries of one flow by virtual start: a sorted front to plan from, and a heap behind it.
 
-    virtual_time: seconds computed for the flow, divided by its weight
     backlog: admitted entries that wait
     requests: the request that has waited longest without being scheduled comes first
     """
 
     def __init__(self, flow: Flow, statistics: ModelStatistics) -> None:
-        self.flow = flow
+        super().__init__(flow)
         self.statistics = statistics
-        self.virtual_time = 0.0
         self.backlog = Backlog()
         self.requests: OrderedDict[QueuedRequest, None] = OrderedDict()
         self._batches = 0
@@ -166,6 +161,14 @@ class FlowQueue:
 
     def __bool__(self) -> bool:
         return bool(self.requests)
+
+    @property
+    def arrival(self) -> float:
+        return self.longest.first().arrival
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.backlog.tokens
 
     @property
     def longest(self) -> QueuedRequest:
@@ -231,9 +234,8 @@ class FlowQueue:
         self.statistics.masks -= entry.masks
         self.statistics.size -= 1
 
-    def charge(self, seconds: float) -> None:
-        """Count a batch that computes this many weighted seconds for the flow."""
-        self.virtual_time += seconds
+    def count_batch(self) -> None:
+        """Count a batch with entries of the flow."""
         self._batches += 1
         self._virtual_start = self._smallest
 
@@ -280,12 +282,11 @@ class FairQueue:
         self.models: dict[str, ModelStatistics] = {}
         self.requests_entered = 0
         self.flows_entered = 0
-        self._flow_queues: dict[Flow, FlowQueue] = {}
-        self._virtual_time = 0.0  # of the flow scheduled last
+        self._turns = FlowTurns(lambda flow: FlowQueue(flow, self.models[flow.bundle]))
         self._next_deadline = math.inf  # no waiting request has an earlier deadline
 
     def __bool__(self) -> bool:
-        return any(self._flow_queues.values())
+        return any(self._turns)
 
     @property
     def tokens(self) -> int:
@@ -299,33 +300,23 @@ class FairQueue:
     def waiting(self) -> dict[Flow, Backlog]:
         """The admitted backlog of each flow, of models that are served."""
         return {
-            flow: queue.backlog
-            for flow, queue in self._flow_queues.items()
-            if queue.backlog.tokens and flow.bundle in self.models
+            queue.flow: queue.backlog
+            for queue in self._turns
+            if queue.backlog.tokens and queue.flow.bundle in self.models
         }
 
     def flow_queue(self, flow: Flow) -> FlowQueue:
         """Return the queue of a flow whose model is served."""
-        if flow not in self._flow_queues:
-            idle = [known for known, queue in self._flow_queues.items() if self._forgettable(queue)]
-            for known in idle:
-                del self._flow_queues[known]
-            self._flow_queues[flow] = FlowQueue(flow, self.models[flow.bundle])
-        return self._flow_queues[flow]
-
-    def _forgettable(self, queue: FlowQueue) -> bool:
-        return not queue.backlog.tokens and queue.virtual_time <= self._virtual_time
+        return self._turns.get(flow)
 
     def remove(self, bundle: str) -> list[QueuedRequest]:
         """Forget a model that is no longer served; return its waiting requests."""
-        flows = [flow for flow in self._flow_queues if flow.bundle == bundle]
-        return [request for flow in flows for request in self._flow_queues.pop(flow).requests]
+        return [request for queue in self._turns.remove(bundle) for request in queue.requests]
 
     def enter(self, request: QueuedRequest) -> None:
         flow_queue = request.flow_queue
         self.requests_entered += 1
         if not flow_queue:
-            flow_queue.virtual_time = max(flow_queue.virtual_time, self._virtual_time)
             self.flows_entered += 1
         flow_queue.enter(request)
         self._next_deadline = min(self._next_deadline, request.deadline)
@@ -334,34 +325,20 @@ class FairQueue:
         """Return the waiting requests whose deadline has passed."""
         if now < self._next_deadline:
             return []
-        queues = self._flow_queues.values()
-        waiting = [request for queue in queues for request in queue.requests]
+        waiting = [request for queue in self._turns for request in queue.requests]
         later = (request.deadline for request in waiting if request.deadline > now)
         self._next_deadline = min(later, default=math.inf)
         return [request for request in waiting if request.deadline <= now]
 
-    def next_flow(
-        self, may_run: Callable[[ModelStatistics], bool] = lambda _: True
-    ) -> FlowQueue | None:
-        """Return the flow that is next among the flows of models that may run; None if none of them waits."""
-        queues = self._flow_queues.values()
-        waiting = (queue for queue in queues if queue and may_run(queue.statistics))
-        return min(
-            waiting,
-            key=lambda queue: (queue.virtual_time, queue.longest.first().arrival),
-            default=None,
-        )
-
     def pool(self) -> tuple[ModelStatistics, list[Entry]]:
         """Return the model that is next, and the candidates for its next batch, in order; requires a waiting entry."""
-        waiting = [queue for queue in self._flow_queues.values() if queue]
-        turn = self.next_flow()
+        turn = self._turns.next()
         assert turn is not None, "our bug: a batch is planned while no entry waits"
         model = turn.statistics
-        rivals = [queue for queue in waiting if queue.statistics is model and queue is not turn]
+        rivals = [q for q in self._turns if q and q.statistics is model and q is not turn]
         if not rivals:
             return model, turn.pool()
-        shares, price = weights([queue.flow for queue in waiting]), model.price
+        shares, price = self._turns.weights(), model.price
         due = [queue.due(price / shares[queue.flow]) for queue in (turn, *rivals)]
         first = merge(*due, key=itemgetter(0))
         return model, [entry for _, entry in itertools.islice(first, model.pool_size)]
@@ -373,10 +350,10 @@ class FairQueue:
         for entry in batch:
             tokens[request_of(entry).flow_queue] += entry.tokens
             scheduled.setdefault(request_of(entry), []).append(entry)
-        shares = weights([flow for flow, flow_queue in self._flow_queues.items() if flow_queue])
-        self._virtual_time = request_of(batch[0]).flow_queue.virtual_time
-        for flow_queue, part in tokens.items():
-            flow_queue.charge(seconds * part / tokens.total() / shares[flow_queue.flow])
+        total = tokens.total()
+        self._turns.charge({queue: seconds * own / total for queue, own in tokens.items()})
+        for flow_queue in tokens:
+            flow_queue.count_batch()
         for request, entries in scheduled.items():
             request.flow_queue.take(request, entries)
         request_of(batch[0]).flow_queue.statistics.count_batch(len(batch))

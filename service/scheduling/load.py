@@ -26,11 +26,15 @@ CLEAR_SHARE = 0.3  # below this share, a request needs no exact check
 
 
 class Flow(NamedTuple):
-    """The requests of one model, class and tenant; priority: an index of `priority.CLASSES`."""
+    """The requests of one model, class and tenant; priority: an index of `priority.CLASSES`.
+
+    is_long: whether these are long texts in the text threads, which take turns like another model
+    """
 
     bundle: str
     priority: int = 0
     tenant: str = ""
+    is_long: bool = False
 
 
 def weights(flows: Collection[Flow]) -> dict[Flow, float]:
@@ -38,7 +42,8 @@ def weights(flows: Collection[Flow]) -> dict[Flow, float]:
     bundles = Counter((flow.priority, flow.tenant) for flow in flows)
     tenants = Counter(priority for priority, _ in bundles)
     return {
-        flow: WEIGHTS[flow.priority] / tenants[flow.priority] / bundles[flow[1:]] for flow in flows
+        flow: WEIGHTS[flow.priority] / tenants[flow.priority] / bundles[flow.priority, flow.tenant]
+        for flow in flows
     }
 
 

@@ -1,109 +1,97 @@
 """The threads that encode and decode large texts, shared among classes, tenants and models as the device is.
 
-A part is the work of one turn of a thread, such as encoding some inputs of a request. Parts wait in a `FairQueue`. Each
-adds its measured seconds to the virtual time of its flow. A part's size is in characters.
+A part is the work of one turn of a thread, such as encoding some inputs of a request. The flow with the smallest
+virtual time is next (`service.scheduling.flow_turns`), with its oldest part. Each part adds its measured seconds to the
+virtual time of its flow.
 
 A tokenizer cannot be interrupted, and no cut of a text is right for every tokenizer. A text above `LONG_CHARACTERS` is
-therefore one part. Such a part never takes the last idle thread, so shorter texts wait for shorter parts only.
+therefore one part. Such a part never takes the last idle thread, so shorter texts wait for shorter parts only. The long
+parts of a flow are a flow of their own.
 """
 
 import asyncio
-import math
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
-
-from service.core.encode import Window
 from service.scheduling.cost_model import Drain
-from service.scheduling.entries import Entry
 from service.scheduling.executor import Job, Threads
-from service.scheduling.fair_queue import FairQueue, ModelStatistics, QueuedRequest, request_of
+from service.scheduling.flow_turns import FlowTurns, FlowWork
 from service.scheduling.load import Backlog, Flow, Load, RemainingWork
 
 T = TypeVar("T")
+# Called with the size and the work of a part; returns the work's result.
+RunPart = Callable[[int, Callable[[], Any]], Awaitable[Any]]
 
 THREADS = 2  # few, so that few texts are in memory at once
 LONG_CHARACTERS = 65_536  # of the largest part that may take the last idle thread
 FEW_CHARACTERS = 2 * LONG_CHARACTERS  # that wait or run; the expected wait is not computed below
 GUESS = 1e6  # characters per second of a thread, before anything was measured
-NO_WINDOW = Window(np.empty(0, np.int64), np.empty(0, np.int64))
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class Part(Entry):
-    """An entry that is computed in a text thread; its `tokens` are characters.
+@dataclass(slots=True, eq=False)
+class Part:
+    """The work of one turn of a thread.
 
-    work: called in the thread; its return value is the part's result
+    size: in characters
+    work: called in the thread; its return value is the result
     """
 
-    characters: int
+    size: int
     work: Callable[[], Any]
+    arrival: float
+    result: asyncio.Future[Any]
 
-    def __post_init__(self) -> None:
-        self.tokens = max(self.characters, 1)
 
+class WaitingParts(FlowWork):
+    """The parts of one flow, in the order of their arrival."""
 
-class TextStatistics(ModelStatistics):
-    """The data about the parts of one model.
+    def __init__(self, flow: Flow) -> None:
+        super().__init__(flow)
+        self.parts: deque[Part] = deque()
 
-    is_long: whether the parts have more than `LONG_CHARACTERS`
-    """
-
-    def __init__(self, is_long: bool) -> None:
-        super().__init__({}, unbatched=True)
-        self.is_long = is_long
-        self._drain = Drain()
+    def __bool__(self) -> bool:
+        return bool(self.parts)
 
     @property
-    def rate(self) -> float:
-        """Characters per second of one thread."""
-        return GUESS * self._drain.speed
-
-    @property
-    def price(self) -> float:
-        return 1 / self.rate
-
-    def observe(self, characters: int, seconds: float) -> None:
-        """Add a measured part."""
-        self._drain.observe(characters / GUESS, seconds)
+    def arrival(self) -> float:
+        return self.parts[0].arrival
 
 
 class TextThreads:
     """The scheduler of the text threads of a process. All methods are called in its event loop.
 
     clock: measures a part in its thread, in seconds
+    waiting: the parts of each flow that wait or run, and parts to come, in characters
+    speeds: the measured speed with each model's tokenizer, as a multiple of `GUESS`
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.waiting: dict[Flow, Backlog] = {}
+        self.speeds: defaultdict[str, Drain] = defaultdict(Drain)
         self._clock = clock
-        self._queue = FairQueue()
+        self._turns = FlowTurns(WaitingParts)
         self._threads = Threads(THREADS, self._receive, "text")
-        self._statistics: dict[str, TextStatistics] = {}  # by lane, see `_lane`
-        self._waiting: dict[Flow, Backlog] = {}  # parts that wait or run, and parts to come
-        self._characters = 0  # of all these parts
+        self._characters = 0  # of all waiting parts
         self._long_running = 0
         self._has_prefetched = False
 
     def stop(self) -> None:
         """End the idle threads, and cancel the parts that wait; a busy thread ends after its part."""
-        for lane in self._statistics:
-            for request in self._queue.remove(lane):
-                request.future.cancel()
+        for flow_parts in self._turns:
+            for part in flow_parts.parts:
+                part.result.cancel()
         self._threads.stop()
 
     def forget(self, model: str) -> None:
         """Forget a model that is no longer served, unless another version with the same id has parts."""
-        for lane in (_lane(model, False), _lane(model, True)):
-            if not any(flow.bundle == lane for flow in self._waiting):
-                self._queue.remove(lane)
-                self._queue.models.pop(lane, None)
-                self._statistics.pop(lane, None)
+        if not any(flow.bundle == model for flow in self.waiting):
+            self.speeds.pop(model, None)
 
     def wait_s(self, flow: Flow, sizes: Sequence[int]) -> float:
         """Return the expected seconds until more parts of a flow have run; 0 while few characters wait or run.
@@ -112,78 +100,72 @@ class TextThreads:
         """
         if self._characters < FEW_CHARACTERS:
             return 0.0
-        by_lane = Counter[Flow]()
-        for size in sizes:
-            by_lane[_lane_flow(flow, size)] += size
-        for own in by_lane:
-            self._open_lane(own.bundle)
-        load = self.load()
-        return max((load.wait_s(own, size) for own, size in by_lane.items()), default=0.0)
+        waits_s = [0.0]
+        for own, work in _work_of(flow, sizes).items():
+            models = {flow.bundle, *(other.bundle for other in self.waiting)}
+            rates = {model: (THREADS - own.is_long) * self._rate(model) for model in models}
+            waits_s.append(Load(rates, self.waiting).wait_s(own, work.tokens))
+        return max(waits_s)
 
-    def load(self) -> Load:
-        """Return the rates of the threads, and the backlog, as `Batcher.load` does for the device.
+    def _rate(self, model: str) -> float:
+        """Return the characters per second of one thread."""
+        return GUESS * self.speeds[model].speed
 
-        Its tokens are characters. The bundle of each flow is a lane: a model's parts above or up to `LONG_CHARACTERS`.
+    @contextmanager
+    def open(self, flow: Flow, sizes: Sequence[int]) -> Iterator[RunPart]:
+        """Yield a function that runs the parts of a request one after the other. The parts to come count as waiting.
+
+        sizes: characters of each part
         """
-        rates = {
-            lane: known.rate * (THREADS - known.is_long) for lane, known in self._statistics.items()
-        }
-        return Load(rates, self._waiting)
+        left = _work_of(flow, sizes)
+        for own, work in left.items():
+            self._change(own, RemainingWork(), work)
 
-    def open(self, flow: Flow, sizes: Sequence[int]) -> "TextRequest":
-        """Return a context in which a request of a flow runs its parts, which have these sizes."""
-        return TextRequest(self, flow, sizes)
+        async def run(size: int, work: Callable[[], Any]) -> Any:
+            ((own, part),) = _work_of(flow, [size]).items()
+            result = await self._run_part(own, part.tokens, work)
+            before, left[own] = (
+                left[own],
+                RemainingWork(left[own].tokens - part.tokens, left[own].windows - 1),
+            )
+            self._change(own, before, left[own])
+            return result
+
+        try:
+            yield run
+        finally:
+            for own, work in left.items():
+                self._change(own, work, RemainingWork())
 
     async def run(self, flow: Flow, size: int, work: Callable[[], T]) -> T:
         """Run a request of one part."""
-        with self.open(flow, [size]) as request:
-            return await request.run(size, work)
+        with self.open(flow, [size]) as run_part:
+            result: T = await run_part(size, work)
+            return result
 
-    # -- for the requests -------------------------------------------------------------------------
-
-    def change(self, flow: Flow, before: RemainingWork, after: RemainingWork) -> None:
-        """Change the remaining work of a request in the backlog of its lane's flow."""
-        self._open_lane(flow.bundle)
-        backlog = self._waiting.setdefault(flow, Backlog())
+    def _change(self, flow: Flow, before: RemainingWork, after: RemainingWork) -> None:
+        """Change the remaining work of a request in the backlog of its flow."""
+        backlog = self.waiting.setdefault(flow, Backlog())
         backlog.change(before, after)
         self._characters += after.tokens - before.tokens
         if not backlog.tokens:
-            del self._waiting[flow]
+            del self.waiting[flow]
 
-    def _open_lane(self, lane: str) -> None:
-        if lane not in self._statistics:
-            self._statistics[lane] = TextStatistics(_is_long_lane(lane))
-            self._queue.models[lane] = self._statistics[lane]
-
-    async def run_part(self, flow: Flow, size: int, work: Callable[[], T]) -> T:
+    async def _run_part(self, flow: Flow, size: int, work: Callable[[], T]) -> T:
         """Run one part in a thread when it is next; cancellation drops it if it still waits."""
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        part = Part(
-            bundle=flow.bundle,
-            window=NO_WINDOW,
-            request_id="",
-            arrival=time.monotonic(),
-            deadline=math.inf,
-            priority=flow.priority,
-            tenant=flow.tenant,
-            characters=size,
-            work=work,
-        )
-        flow_queue = self._queue.flow_queue(flow)
-        request = QueuedRequest([part], future, flow_queue=flow_queue)
-        may_be_next = not (self._has_prefetched and flow_queue)  # a later part of a flow never is
-        flow_queue.admit(request)
-        self._queue.enter(request)
+        result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        part = Part(size, work, time.monotonic(), result)
+        flow_parts = self._turns.get(flow)
+        may_be_next = not (self._has_prefetched and flow_parts)  # a later part of a flow never is
+        flow_parts.parts.append(part)
         if may_be_next:
             self._fill()
         try:
-            result: T = await future
-            return result
+            return await result
         finally:
-            if part.queued:
-                flow_queue.leave(request)
+            if result.cancelled() and part in flow_parts.parts:
+                flow_parts.parts.remove(part)
                 self._fill()  # the part may be prefetched
-            request.release()
 
     # -- the threads ------------------------------------------------------------------------------
 
@@ -201,105 +183,54 @@ class TextThreads:
             if not self._threads.cancel_prefetch():
                 return  # a thread has begun with it, which the end of its previous part will report
             self._has_prefetched = False
-        while self._threads.idle and (part := self._next()):
-            self._threads.run(self._job(part))
-        if not self._threads.idle and (part := self._next()):
+        while self._threads.idle and (flow_parts := self._turns.next(self._may_run)):
+            self._threads.run(self._job(flow_parts))
+        if not self._threads.idle and (flow_parts := self._turns.next(self._may_run)):
             self._has_prefetched = True
-            self._threads.prefetch(self._job(part))
+            self._threads.prefetch(self._job(flow_parts))
 
-    def _next(self) -> Part | None:
-        """Return the part that is next among those that may run; None if there is none."""
-        flow_queue = self._queue.next_flow(self._may_run)
-        if flow_queue is None:
-            return None
-        (part,) = flow_queue.frontend(1)
-        assert isinstance(part, Part), "our bug: an entry of the device in the queue of texts"
-        return part
+    def _may_run(self, flow_parts: WaitingParts) -> bool:
+        return not flow_parts.flow.is_long or self._long_running < THREADS - 1
 
-    def _may_run(self, statistics: ModelStatistics) -> bool:
-        assert isinstance(statistics, TextStatistics)
-        return not statistics.is_long or self._long_running < THREADS - 1
-
-    def _job(self, part: Part) -> Job:
-        request = request_of(part)
-        flow_queue, future = request.flow_queue, request.future
-        statistics = self._statistics[flow_queue.flow.bundle]
-        expected_s = part.tokens / statistics.rate
+    def _job(self, flow_parts: WaitingParts) -> Job:
+        """Return the job of the first part of a flow."""
+        flow, part = flow_parts.flow, flow_parts.parts[0]
+        expected_s = part.size / self._rate(flow.bundle)
         charged = 0.0  # virtual time
 
         def started() -> None:
+            nonlocal charged
             self._has_prefetched = False
-            self._long_running += statistics.is_long
-            if part.queued:  # not cancelled since the prefetch
-                nonlocal charged
-                before = flow_queue.virtual_time
-                self._queue.take([part], expected_s)
-                charged = flow_queue.virtual_time - before
+            self._long_running += flow.is_long
+            if flow_parts and flow_parts.parts[0] is part:  # not cancelled since the prefetch
+                before = flow_parts.virtual_time
+                self._turns.charge({flow_parts: expected_s})
+                charged = flow_parts.virtual_time - before
+                flow_parts.parts.popleft()
 
         def ended(ran: Future[tuple[Any, float]]) -> None:
-            self._long_running -= statistics.is_long
+            self._long_running -= flow.is_long
             if error := ran.exception():
-                if not future.done():
-                    future.set_exception(error)
+                if not part.result.done():
+                    part.result.set_exception(error)
                 return
             result, seconds = ran.result()
-            statistics.observe(part.tokens, seconds)
-            flow_queue.virtual_time += charged * (seconds / expected_s - 1)
-            if not future.done():
-                future.set_result(result)
+            self.speeds[flow.bundle].observe(part.size / GUESS, seconds)
+            flow_parts.virtual_time += charged * (seconds / expected_s - 1)
+            if not part.result.done():
+                part.result.set_result(result)
 
         return Job(1, partial(_timed, part.work, self._clock), started, ended)
 
 
-class TextRequest:
-    """The parts of one request, which run one after the other. All of them count as waiting until the context ends.
-
-    flow: the flow of the request on the device; each part waits in the lane for its length
-    """
-
-    def __init__(self, threads: TextThreads, flow: Flow, sizes: Sequence[int]) -> None:
-        self._threads = threads
-        self._flow = flow
-        self._left: dict[Flow, RemainingWork] = {}
-        for size in sizes:
-            self._change(size, 1)
-
-    def __enter__(self) -> "TextRequest":
-        for flow, left in self._left.items():
-            self._threads.change(flow, RemainingWork(), left)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for flow, left in self._left.items():
-            self._threads.change(flow, left, RemainingWork())
-
-    async def run(self, size: int, work: Callable[[], T]) -> T:
-        """Run a part of this size, which is one of the request's sizes."""
-        result = await self._threads.run_part(_lane_flow(self._flow, size), size, work)
-        if sum(left.windows for left in self._left.values()) > 1:
-            flow, before = self._change(size, -1)
-            self._threads.change(flow, before, self._left[flow])
-        return result
-
-    def _change(self, size: int, sign: int) -> tuple[Flow, RemainingWork]:
-        """Add or remove a part; return its flow, and what was left of the request in it before."""
-        flow = _lane_flow(self._flow, size)
-        before = self._left.get(flow, RemainingWork())
-        self._left[flow] = RemainingWork(before.tokens + sign * max(size, 1), before.windows + sign)
-        return flow, before
-
-
-def _lane(model: str, is_long: bool) -> str:
-    """Return the lane of a model's parts. Long and shorter parts have a lane each, which shares as a model does."""
-    return f"{model} {'long' if is_long else 'short'}"
-
-
-def _is_long_lane(lane: str) -> bool:
-    return lane.endswith(" long")
-
-
-def _lane_flow(flow: Flow, size: int) -> Flow:
-    return flow._replace(bundle=_lane(flow.bundle, size > LONG_CHARACTERS))
+def _work_of(flow: Flow, sizes: Sequence[int]) -> dict[Flow, RemainingWork]:
+    """Return the work of parts of these sizes, by its flow. A part without characters counts as one character."""
+    work: dict[Flow, RemainingWork] = {}
+    for size in sizes:
+        own = flow._replace(is_long=size > LONG_CHARACTERS)
+        tokens, windows = work.get(own, RemainingWork())
+        work[own] = RemainingWork(tokens + max(size, 1), windows + 1)
+    return work
 
 
 def _timed(work: Callable[[], T], clock: Callable[[], float]) -> tuple[T, float]:

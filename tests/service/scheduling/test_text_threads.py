@@ -155,7 +155,7 @@ async def test_a_part_that_is_cancelled_never_runs(bench: Bench) -> None:
     await done([stays])
     await asyncio.gather(*held)
     assert ["stays"] == bench.ran
-    assert {} == bench.threads.load().waiting
+    assert {} == bench.threads.waiting
 
 
 async def test_parts_that_wait_are_cancelled_at_the_end(bench: Bench) -> None:
@@ -181,7 +181,7 @@ async def test_an_error_is_its_part_s_alone(bench: Bench) -> None:
         with pytest.raises(ValueError, match="broken"):
             await bench.threads.run(APP, LONG, fail)
     await done([bench.run("next", APP, LONG)])
-    assert {} == bench.threads.load().waiting
+    assert {} == bench.threads.waiting
 
 
 async def test_what_waits_is_expected_to_take_its_time(bench: Bench) -> None:
@@ -227,8 +227,8 @@ async def test_a_model_that_has_left_is_forgotten(bench: Bench) -> None:
     await done([bench.run("other", Flow("other@1"), LONG)])
     for model in ("m@1", "other@1"):
         bench.threads.forget(model)
-    assert ["m@1 short"] == [*bench.threads.load().rates]
+    assert ["m@1"] == [*bench.threads.speeds]
     bench.release()
     await held
     bench.threads.forget("m@1")
-    assert {} == bench.threads.load().rates
+    assert {} == bench.threads.speeds
