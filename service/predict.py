@@ -313,9 +313,8 @@ def replacing(path: Path) -> Iterator[TextIO]:
         with partial_file.open("w", encoding="utf-8", errors="replace", newline="") as file:
             yield file
         os.replace(partial_file, path)
-    except BaseException:
+    finally:
         partial_file.unlink(missing_ok=True)
-        raise
 
 
 class Writer:

@@ -745,9 +745,8 @@ def writing(path: Path | str, *, replace: bool = False) -> Iterator[Path]:
         else:
             folder.rename(target)  # the system refuses it if another directory has appeared there
         _sync(target.parent)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # it has another path after success
 
 
 def check_replaceable(path: Path) -> None:
@@ -774,16 +773,12 @@ def _sync(path: Path) -> None:
 def swap(folder: Path, target: Path) -> None:
     """Rename a directory to the path of another, which keeps the path until then and is removed afterwards."""
     put_back(folder, target)
-    old = _aside(folder)
     if target.exists():
-        target.rename(old)
+        target.rename(_aside(folder))
     try:
         folder.rename(target)
-    except BaseException:
-        if old.exists():
-            old.rename(target)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+    finally:
+        put_back(folder, target)
 
 
 def put_back(folder: Path, target: Path) -> None:

@@ -6,7 +6,8 @@ and frames each window with the special tokens of the tokenizer's template.
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -92,20 +93,23 @@ def load_tokenizer(path: Path | str) -> tokenizers.Tokenizer:
 
     Raises ValueError that names a file that cannot be read.
     """
-    try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library has no narrower class
-        raise ValueError(f"{path} cannot be read: {error}") from None
-    return _plain(tokenizer)
+    with tokenizer_errors(f"{path} cannot be read"):
+        return _plain(tokenizers.Tokenizer.from_file(str(path)))
 
 
 def parse_tokenizer(data: bytes) -> tokenizers.Tokenizer:
     """Parse the bytes of a `tokenizer.json`, without its truncation and padding. Raises ValueError."""
+    with tokenizer_errors("the tokenizer cannot be read"):
+        return _plain(tokenizers.Tokenizer.from_buffer(data))
+
+
+@contextmanager
+def tokenizer_errors(message: str) -> Iterator[None]:
+    """Raise ValueError with a message for each error of the library, which has no error class of its own."""
     try:
-        tokenizer = tokenizers.Tokenizer.from_buffer(data)
-    except Exception as error:  # the library has no narrower class
-        raise ValueError(f"the tokenizer cannot be read: {error}") from None
-    return _plain(tokenizer)
+        yield
+    except Exception as error:  # tokenizers raises this class itself
+        raise ValueError(f"{message}: {error}") from None
 
 
 def _plain(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:

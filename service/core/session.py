@@ -63,6 +63,17 @@ class ProviderError(Exception):
     """A requested provider that is not available; the message names what is missing."""
 
 
+# Errors of opening and running a graph. The runtime's own errors have no class in common.
+RUNTIME_ERRORS: tuple[type[Exception], ...] = (
+    *(ProviderError, RuntimeError, ValueError, MemoryError),
+    *(
+        kind
+        for kind in vars(ort.capi.onnxruntime_pybind11_state).values()
+        if isinstance(kind, type) and issubclass(kind, Exception)
+    ),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
     """The options of a session.
@@ -255,11 +266,7 @@ def open_session(
         try:
             session = Session(bundle, graph, kind, options)
             session.check(bundle)
-        except BundleError:
-            raise
-        except (
-            Exception
-        ) as error:  # of the runtime: a missing operator, or a visible GPU that does not work
+        except RUNTIME_ERRORS as error:  # a missing operator, or a visible GPU that does not work
             if number == len(tried):
                 raise
             problems[kind] = " ".join(str(error).split())
@@ -335,7 +342,7 @@ def device_problem(kind: DeviceKind) -> str | None:
         return str(error)
     try:
         open_graph(TRIAL, kind, SessionOptions(threads=1)).run(None, {"x": np.eye(1, dtype="f4")})
-    except Exception as error:  # the runtime's errors have no type
+    except RUNTIME_ERRORS as error:
         return f"{device} failed a trial run: {' '.join(str(error).split())}"
     return None
 

@@ -21,6 +21,7 @@ from service.core.encode import Window
 from service.core.packing import SLOT_MULTIPLE, count_masks, pack, row_starts, split
 from service.core.session import (
     RUNTIME,
+    RUNTIME_ERRORS,
     Session,
     SessionOptions,
     keep_freed_memory,
@@ -256,7 +257,7 @@ class LocalDevice:
         for shape in full_shapes(bundle.manifest.max_length, tokens, size, area):
             try:
                 samples.append(runner.run_at_once(*shape, slots))
-            except Exception as error:  # the runtime's errors have no type
+            except RUNTIME_ERRORS as error:
                 reason = (
                     f"{slots} batches of {shape[0]} x {shape[1]} tokens at once failed on {kind.label}: lower"
                     f" max_batch_tokens ({tokens}) or replicas ({slots})"

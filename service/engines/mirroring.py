@@ -86,7 +86,7 @@ class MirroredTraffic:
         except QuartetError as error:
             log.debug("a copy failed", model=self._engine.id, problem=error.message)
             self._tell(reply.heads, failed=answered)
-        except Exception:
+        except Exception:  # no code awaits this task, and a failed copy must count
             log.exception("unexpected error")
             self._tell(reply.heads, failed=answered)
         finally:

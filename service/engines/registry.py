@@ -7,7 +7,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from service.core.bundle import BundleTexts
-from service.core.encode import Encoder, parse_tokenizer
+from service.core.encode import Encoder, parse_tokenizer, tokenizer_errors
 from service.engines.commands import Command
 from service.engines.device import Device
 from service.engines.engine import Engine
@@ -75,10 +75,8 @@ class Engines:
         tokenizer = self._tokenizer(texts.manifest.vocabulary.sha256)
         if tokenizer is None:
             tokenizer = await asyncio.to_thread(parse_tokenizer, texts.tokenizer)
-        try:
+        with tokenizer_errors(f"the tokenizer of {model.id} cannot be used"):
             encoder = Encoder(tokenizer, texts.manifest.max_length)
-        except Exception as error:  # tokenizers raises no narrower class
-            raise ValueError(f"the tokenizer of {model.id} cannot be used: {error}") from error
         return Engine(texts, encoder, model, self._device, self.text_threads)
 
     def _tokenizer(self, sha256: str) -> Tokenizer | None:

@@ -112,7 +112,7 @@ class SelfTests:
     async def _try(self, bundle: str, self_test: SelfTest) -> None:
         try:
             problem = self_test.compare(await self._probe(bundle, self_test.window))
-        except Exception as error:
+        except Exception as error:  # whatever fails is the result of the test
             problem = " ".join(str(error).split()) or repr(error)
         if self._of.get(bundle) is not self_test:
             return  # the bundle was removed in the meantime

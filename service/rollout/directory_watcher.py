@@ -103,7 +103,7 @@ class DirectoryWatcher:
                 self._blind = False
             except OSError as error:
                 self._tell(error)
-            except Exception:
+            except Exception:  # the next scan may succeed
                 log.exception("unexpected error")
             await asyncio.sleep(every_s)
 

@@ -20,7 +20,7 @@ import structlog
 from service.core import bundle as bundles
 from service.core.bundle import Bundle, BundleError, Manifest
 from service.core.cpu import CPU
-from service.core.session import trim
+from service.core.session import RUNTIME_ERRORS, trim
 from service.engines import model_state
 from service.engines.commands import (
     Command,
@@ -49,6 +49,7 @@ from service.settings import Settings
 log = structlog.get_logger()
 
 T = TypeVar("T")
+OPENING_ERRORS: tuple[type[Exception], ...] = (BundleError, OSError, *RUNTIME_ERRORS)
 
 CommandResult = Mapping[str, Any]
 Resume = Mapping[str, Any]  # state for the next process, as JSON
@@ -116,7 +117,7 @@ class ModelManager:
         for kept in former:
             try:
                 model = self._open(bundles.load(kept.path))
-            except Exception as error:
+            except OPENING_ERRORS as error:
                 log.error("not served again", model=kept.id, problem=str(error))
                 problems.append(error)
                 continue
@@ -388,12 +389,10 @@ class ModelManager:
 
 @contextmanager
 def bundle_errors() -> Iterator[None]:
-    """Turn every error of opening a bundle, except Conflict, into BadBundle for the client."""
+    """Raise BadBundle for the client for every error of opening a bundle."""
     try:
         yield
-    except Conflict:
-        raise
-    except Exception as error:  # the runtime's errors have no type
+    except OPENING_ERRORS as error:
         log.debug("cannot open", exc_info=True)
         raise BadBundle(" ".join(str(error).split())) from None
 

@@ -267,7 +267,7 @@ class Batcher:
             now = self._clock()
             hold_s = self._fill(now)
             self._admission.observe(now, self._threads.idle)
-        except Exception:
+        except Exception:  # the queue may be inconsistent after any bug
             self._break()
         else:
             if hold_s:
@@ -345,14 +345,13 @@ class Batcher:
         batch: Sequence[Entry],
         ran: Future[tuple[list[EntryResult], BatchStats]],
     ) -> None:
-        try:
-            results, stats = ran.result()
-        except Exception as error:
-            logger.exception("a batch was lost", exc_info=error)
+        if error := ran.exception():
+            logger.error("a batch was lost", exc_info=error)
             for entry in batch:
                 lost = errors.InferenceFailed("our bug: the batch was lost")
                 self._fail(request_of(entry), lost)
             return
+        results, stats = ran.result()
         for index, (entry, result) in enumerate(zip(batch, results, strict=True)):
             self._answer(entry, result, stats, index)
         call_after(TURNS_TO_SEND, self._learn, estimator, stats)
@@ -362,11 +361,8 @@ class Batcher:
         if not stats.failed:
             shape = (stats.tokens, stats.size, stats.longest)
             estimator.refine(Sample(*shape, stats.inference_s, stats.masks))
-        try:
-            if self._observe is not None:
-                self._observe(stats)
-        except Exception:
-            logger.exception("an observer failed")
+        if self._observe is not None:
+            self._observe(stats)  # the event loop logs an error
 
     def _answer(self, entry: Entry, result: EntryResult, stats: BatchStats, index: int) -> None:
         request = request_of(entry)

@@ -103,7 +103,7 @@ class PendingRequest:
         if self.on_outcome is not None:
             try:
                 self.on_outcome(entry, outcome)
-            except Exception as error:
+            except Exception as error:  # a callback fails its own request only
                 failure = InternalError("our bug: an outcome could not be handled")
                 failure.__cause__ = error
                 self.fail(failure)

@@ -94,7 +94,7 @@ class Threads:
             ran: Future[Any] = Future()
             try:
                 ran.set_result(job.run())
-            except BaseException as error:
+            except BaseException as error:  # the thread goes on, and `ended` gets the error
                 ran.set_exception(error)
             following = None
             with suppress(IndexError):
@@ -138,11 +138,10 @@ class Probe:
     def settle(self, ran: Future[list[Outputs]]) -> None:
         if self.future.done():
             return
-        try:
-            (outputs,) = ran.result()
-        except Exception as error:
+        if error := ran.exception():
             self.future.set_exception(error)
         else:
+            (outputs,) = ran.result()
             self.future.set_result(outputs)
 
 
@@ -197,7 +196,7 @@ def attempt(run: RunBatch, width: int, batch: Sequence[Entry]) -> list[EntryResu
     """Run a batch; if it raises, run its halves, so that one bad input fails alone."""
     try:
         outputs = run(width, batch[0].bundle, [entry.window for entry in batch], all_heads(batch))
-    except Exception as error:
+    except Exception as error:  # any error of one input must not fail the others
         if len(batch) == 1:
             failure = errors.InferenceFailed("the model failed on this input")
             failure.__cause__ = error

@@ -275,6 +275,7 @@ def test_cpu_is_never_in_doubt(opened: Bundle, monkeypatch: pytest.MonkeyPatch) 
     assert "provider is cpu" == session.provider_note
 
 
+@pytest.mark.filterwarnings("ignore:Specified provider")
 def test_auto_with_a_gpu_that_does_not_work(
     opened: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -534,6 +535,7 @@ def test_half_bundle_on_a_cpu(gpu_bundle: Path) -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:Specified provider")
 def test_half_bundle_with_a_gpu_that_does_not_work(
     gpu_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
