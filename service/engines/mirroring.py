@@ -75,21 +75,20 @@ class MirroredTraffic:
         self.copying = asyncio.create_task(self._copy(task, ticket, reply))
 
     async def _copy(self, task: EngineTask[Any], ticket: Ticket, reply: Reply[Any]) -> None:
-        answered = sum(one is not None for one in reply.results)
+        counts = [(reply.heads, Counter(failed=sum(one is not None for one in reply.results)))]
         try:
             other = await self._engine.answer(task, bulk(ticket), reply.heads)
-            for head, pairs in by_head(reply, other).items():
-                counts = Counter(outcome(*pair) for pair in pairs if pair[0] is not None)
-                self._tell([head], **counts)
+            counts = [
+                ((head,), Counter(outcome(*pair) for pair in pairs if pair[0] is not None))
+                for head, pairs in by_head(reply, other).items()
+            ]
         except Overloaded:
-            self._tell(reply.heads, dropped=len(reply.results))
+            counts = [(reply.heads, Counter(dropped=len(reply.results)))]
         except QuartetError as error:
             log.debug("a copy failed", model=self._engine.id, problem=error.message)
-            self._tell(reply.heads, failed=answered)
-        except Exception:  # no code awaits this task, and a failed copy must count
-            log.exception("unexpected error")
-            self._tell(reply.heads, failed=answered)
-        finally:
+        finally:  # the event loop logs any other error
+            for heads, numbers in counts:
+                self._tell(heads, **numbers)
             self.copying = None
             self._engine.release()
 

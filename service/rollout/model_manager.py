@@ -13,7 +13,7 @@ from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import structlog
 
@@ -48,7 +48,6 @@ from service.settings import Settings
 
 log = structlog.get_logger()
 
-T = TypeVar("T")
 OPENING_ERRORS: tuple[type[Exception], ...] = (BundleError, OSError, *RUNTIME_ERRORS)
 
 CommandResult = Mapping[str, Any]

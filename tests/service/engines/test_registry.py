@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from structlog.typing import EventDict
 
 from service.core.bundle import BundleError, BundleTexts, load, read_texts
 from service.core.session import ProviderError
@@ -86,17 +85,6 @@ async def test_provider_before_bundles(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(ProviderError, match="there is none"):
         async with opened(settings(tmp_path / "nowhere", provider="cuda")):
             pytest.fail("it opened")
-
-
-async def test_unused_gpu(
-    tiny_bundle: Path, lines: list[EventDict], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A GPU that is there and not used is warned of, and `describe` says why."""
-    monkeypatch.setattr("service.core.session._explain", lambda *_: "a library is missing")
-    async with opened(settings(tiny_bundle)) as engines:
-        note = engines.get(None).describe()["provider_note"]
-    warned = [(line["model"], line["reason"]) for line in lines if line["log_level"] == "warning"]
-    assert ("a library is missing", [("tiny@1", "a library is missing")]) == (note, warned)
 
 
 async def test_replicas(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
