@@ -44,7 +44,7 @@ class ChildProcess:
                 pass_fds=inherited,
                 process_group=0,  # a signal from a terminal reaches only the main process
             )
-        except BaseException:
+        except OSError:
             self.control.close()
             raise
         finally:

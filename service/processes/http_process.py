@@ -3,10 +3,9 @@
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
 
 import structlog
 
@@ -40,7 +39,8 @@ class Worker(Server):
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         for work in (self.follow_commands(), self.watch_channel()):
-            self.tasks.append(asyncio.create_task(exit_on_failure(work)))
+            self.tasks.append(asyncio.create_task(work))
+            self.tasks[-1].add_done_callback(exit_on_failure)
         try:
             await super().serve(sockets)
         finally:
@@ -77,11 +77,9 @@ class Worker(Server):
         exit_for_restart("a listening socket was closed")
 
 
-async def exit_on_failure(work: Coroutine[Any, Any, None]) -> None:
-    """Await work that this process depends on. If it fails, end the process, so that the main process restarts it."""
-    try:
-        await work
-    except Exception as error:
+def exit_on_failure(task: asyncio.Task[None]) -> None:
+    """End the process if a task has failed that it depends on, so that the main process restarts it."""
+    if not task.cancelled() and (error := task.exception()):
         log.error("unexpected error", exc_info=error)
         exit_for_restart("it no longer obeys the main process")
 

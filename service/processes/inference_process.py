@@ -38,7 +38,7 @@ async def compute(
             device = await stack.enter_async_context(opening)
             manager = ModelManager(device, settings, metrics, control.report)
             manager.open(resume)
-        except Exception as error:
+        except Exception as error:  # the runtime's errors have no type
             raise CannotStart(error) from error
         peers = HttpPeers(device, manager, metrics)
         await manager.follow(peers)

@@ -294,7 +294,7 @@ class Batcher:
         return 0.0
 
     def _break(self) -> None:
-        """Stop after a bug of ours: the state of the queue is unknown, so every waiting request fails."""
+        """Stop after a bug of ours, and fail every waiting request."""
         self._state, self._stopped = "failed", True
         logger.critical("the batcher broke; nothing is served any more", exc_info=True)
         self._fail_all(partial(errors.InferenceFailed, "our bug: the batcher broke"))

@@ -64,7 +64,7 @@ class Threads:
         """Begin with a job; requires enough idle slots for its width."""
         thread = self._free.pop()
         self._begin(job)
-        thread.submit(self._work, asyncio.get_running_loop(), thread, job)
+        self._submit(asyncio.get_running_loop(), thread, job)
 
     def prefetch(self, job: Job) -> None:
         """Let the thread that ends first begin with a job; requires that no slot is idle."""
@@ -87,23 +87,27 @@ class Threads:
         self.idle -= job.width
         job.started()
 
-    def _work(
-        self, loop: asyncio.AbstractEventLoop, thread: ThreadPoolExecutor, job: Job | None
+    def _submit(
+        self, loop: asyncio.AbstractEventLoop, thread: ThreadPoolExecutor, job: Job
     ) -> None:
-        while job is not None:
-            ran: Future[Any] = Future()
-            try:
-                ran.set_result(job.run())
-            except BaseException as error:  # the thread goes on, and `ended` gets the error
-                ran.set_exception(error)
-            following = None
-            with suppress(IndexError):
-                following = self._next.pop()
-            done = partial(self._ended, thread, job, ran, following)
-            with suppress(RuntimeError):  # the loop is closed already
-                loop.call_soon_threadsafe(self._post, done)
-            del ran, done  # the result is not kept while the next job runs
-            job = following
+        thread.submit(job.run).add_done_callback(partial(self._done, loop, thread, job))
+
+    def _done(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        thread: ThreadPoolExecutor,
+        job: Job,
+        ran: Future[Any],
+    ) -> None:
+        """Begin with the prefetched job, and pass the result to the event loop; called in the thread."""
+        if ran.cancelled():
+            return  # the thread was stopped before it began with the job
+        following = None
+        with suppress(IndexError):
+            following = self._next.pop()
+            self._submit(loop, thread, following)
+        with suppress(RuntimeError):  # the loop is closed already
+            loop.call_soon_threadsafe(self._post, partial(self._ended, thread, job, ran, following))
 
     def _ended(
         self, thread: ThreadPoolExecutor, job: Job, ran: Future[Any], following: Job | None

@@ -105,7 +105,9 @@ async def test_a_worker_that_no_longer_obeys_ends(
         Settings(http_workers=1, keys={"a": Key(sha256="1" * 64)}), ControlChannel(theirs)
     )
     link.give_keys(b"{")
-    await exit_on_failure(worker.follow_commands())
+    following = asyncio.create_task(worker.follow_commands())
+    await asyncio.wait([following])
+    exit_on_failure(following)
     assert [1] == statuses
     assert "HTTP cannot go on" == lines[-1]["event"]
     link.close()
