@@ -19,9 +19,8 @@ HEARTBEAT_S = 0.25
 LOAD_REPORT_S = 0.1
 LOAD_SILENCE_S = 0.75
 CHANNEL_MISSING_S = 1.0  # a missing channel is mostly being opened already
-DESCRIPTOR_MISSING_S = (
-    0.25  # before a child requests a descriptor again, after the channel had no room for it
-)
+# Before a child requests a descriptor again, after the channel had no room for it.
+DESCRIPTOR_MISSING_S = 0.25
 SELF_TEST_S = 0.75
 SELF_TEST_POLL_S = 0.1
 SELF_TEST_FAILURES = 3

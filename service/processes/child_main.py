@@ -1,8 +1,8 @@
 """Entry point of a child process, which `service.processes.supervisor` starts.
 
-Its command line is `python -m service.processes.child_main ROLE PARENT ORDERS [LISTENER...] < brief`.
+Its command line is `python -m service.processes.child_main ROLE PARENT CONTROL [LISTENER...] < CONFIG`.
 
-PARENT is the process id of the main process. ORDERS and LISTENERs are inherited file descriptors.
+PARENT is the process id of the main process. CONTROL and LISTENERs are inherited file descriptors.
 """
 
 import socket
@@ -16,7 +16,7 @@ from service import health
 from service.observability import logs
 from service.process_signals import IGNORED, STOP, die_with_parent, ignore
 from service.processes.control_channel import ControlChannel, Report
-from service.processes.supervisor import CANNOT_START, read_brief
+from service.processes.supervisor import CANNOT_START, read_startup_config
 from service.settings import Settings
 
 log = structlog.get_logger()
@@ -27,17 +27,17 @@ def main() -> None:
     role, parent, control, *listener = sys.argv[1:]
     # Until it serves; after that, it completes its accepted requests.
     die_with_parent(True, int(parent))
-    told = sys.stdin.buffer.read()
-    if not told:
+    config = sys.stdin.buffer.read()
+    if not config:
         return  # the main process ended before it had read its settings
-    settings, resume = read_brief(told)
+    settings, resume = read_startup_config(config)
     logs.configure(settings.log_level, settings.log_format, sys.stderr)
     end_within_s = settings.drain_s + health.KILL_AFTER_S
-    heard = ControlChannel(socket.socket(fileno=int(control)), end_within_s)
+    channel = ControlChannel(socket.socket(fileno=int(control)), end_within_s)
     if role == "inference":
-        serve_inference(settings, heard, resume)
+        serve_inference(settings, channel, resume)
     else:
-        serve_http(settings, heard, [socket.socket(fileno=int(number)) for number in listener])
+        serve_http(settings, channel, [socket.socket(fileno=int(number)) for number in listener])
 
 
 # Each role imports only what it needs: an HTTP process has no runtime, and the inference process no web framework.

@@ -29,7 +29,7 @@ class ChildProcess:
     """
 
     def __init__(self, role: str, listeners: Sequence[socket.socket] = ()) -> None:
-        """Start the process. It waits for its brief. Raises OSError.
+        """Start the process. It waits for its start-up config. Raises OSError.
 
         listeners: sockets that it inherits
         """
@@ -54,16 +54,16 @@ class ChildProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    async def give_brief(self, brief: bytes) -> None:
-        """Write the brief to the process's standard input, and close it."""
+    async def send_config(self, config: bytes) -> None:
+        """Write the start-up config to the process's standard input, and close it."""
         import asyncio  # here, because `start_early` is called before anything slow is imported
 
-        await asyncio.to_thread(self._write, brief)  # a pipe holds only part of a long brief
+        await asyncio.to_thread(self._write, config)  # a pipe holds only part of a long one
 
-    def _write(self, brief: bytes) -> None:
+    def _write(self, config: bytes) -> None:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError, ConnectionResetError), self._process.stdin as pipe:
-            pipe.write(brief)
+            pipe.write(config)
 
     async def wait(self) -> int:
         """Return the exit status once the process has ended; a signal is a negative number."""
@@ -90,7 +90,7 @@ class ChildProcess:
             self._process.kill()
 
     def discard(self) -> None:
-        """End a process that has no brief, and close everything of it."""
+        """End a process that has no start-up config, and close everything of it."""
         self.kill()
         self.control.close()
         self._process.communicate()

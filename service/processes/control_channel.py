@@ -42,15 +42,15 @@ class ChildControl:
         self._rest = b""
         asyncio.get_running_loop().add_reader(end, self._read)
 
-    def give(self, order: bytes, end: socket.socket | None = None) -> bool:
+    def send(self, command: bytes, end: socket.socket | None = None) -> bool:
         """Send a command. Returns whether it was sent.
 
         It is not sent if the child has just ended, or if the child has read nothing for so long that the buffer is
         full.
         """
-        return self._send(order, [] if end is None else [end.fileno()])
+        return self._send(command, [] if end is None else [end.fileno()])
 
-    def give_keys(self, keys: bytes) -> bool:
+    def send_keys(self, keys: bytes) -> bool:
         """Send API keys, as JSON. Returns whether they were sent.
 
         They are in a file in memory, because they may be larger than the socket's buffer.
@@ -64,9 +64,9 @@ class ChildControl:
         except OSError:
             return False
 
-    def _send(self, order: bytes, descriptors: list[int]) -> bool:
+    def _send(self, command: bytes, descriptors: list[int]) -> bool:
         try:
-            socket.send_fds(self._end, [order], descriptors)
+            socket.send_fds(self._end, [command], descriptors)
         except OSError:
             return False
         return True
@@ -88,7 +88,7 @@ class ChildControl:
             self._reported(json.loads(line) if line else {})
 
 
-class Order(NamedTuple):
+class ControlCommand(NamedTuple):
     """A command as a child receives it.
 
     end: the socket of PEER
@@ -100,7 +100,7 @@ class Order(NamedTuple):
     text: bytes = b""
 
 
-class ControlChannel(AsyncIterator[Order]):
+class ControlChannel(AsyncIterator[ControlCommand]):
     """The child's end. Iterate over it for commands; the iteration ends when the main process is gone.
 
     The channel keeps one descriptor in reserve for a descriptor that comes with a command, because client connections
@@ -113,14 +113,14 @@ class ControlChannel(AsyncIterator[Order]):
         end.setblocking(False)
         self._end = end
         self._end_within_s = end_within_s
-        self._saying = asyncio.Lock()
+        self._reporting = asyncio.Lock()
         self._reserve: int | None = None
         self._keep_reserve()
 
     async def report(self, report: Report) -> None:
         """Send a report to the main process, unless it is gone."""
         line = json.dumps(report).encode() if report else b""
-        async with self._saying:
+        async with self._reporting:
             if self._end.fileno() >= 0:
                 with suppress(BrokenPipeError, ConnectionResetError):
                     await asyncio.get_running_loop().sock_sendall(self._end, line + b"\n")
@@ -132,7 +132,7 @@ class ControlChannel(AsyncIterator[Order]):
             await self.report({})
             await asyncio.sleep(health.HEARTBEAT_S)
 
-    async def __anext__(self) -> Order:
+    async def __anext__(self) -> ControlCommand:
         while True:
             await self._readable()
             kind, descriptors = self._receive()
@@ -143,9 +143,9 @@ class ControlChannel(AsyncIterator[Order]):
                     end_within(self._end_within_s)
                 raise StopAsyncIteration
             if kind not in WITH_DESCRIPTOR:
-                return Order(kind)
+                return ControlCommand(kind)
             if descriptors:
-                return order_with(kind, descriptors[0])
+                return command_with_descriptor(kind, descriptors[0])
             await asyncio.sleep(health.DESCRIPTOR_MISSING_S)
             await self.report({MISSING: kind.decode()})
 
@@ -182,9 +182,9 @@ class ControlChannel(AsyncIterator[Order]):
             loop.remove_reader(self._end)
 
 
-def order_with(kind: bytes, descriptor: int) -> Order:
+def command_with_descriptor(kind: bytes, descriptor: int) -> ControlCommand:
     """Return the command of this kind with its descriptor."""
     if kind == PEER:
-        return Order(kind, end=socket.socket(fileno=descriptor))
+        return ControlCommand(kind, end=socket.socket(fileno=descriptor))
     with open(descriptor, "rb") as file:
-        return Order(kind, text=file.read())
+        return ControlCommand(kind, text=file.read())

@@ -57,13 +57,13 @@ class Worker(Server):
         await super().report_serving(sockets)
 
     async def follow_commands(self) -> None:
-        async for order in self.control:
-            if order.end is not None:
-                await self.device.connect(order.end)
-            if order.kind == KEYS and self.keys is not None:
-                self.keys.replace(load_keys(order.text))
-            if order.kind in STAGES:
-                self.service.shutdown.advance(STAGES[order.kind])
+        async for command in self.control:
+            if command.end is not None:
+                await self.device.connect(command.end)
+            if command.kind == KEYS and self.keys is not None:
+                self.keys.replace(load_keys(command.text))
+            if command.kind in STAGES:
+                self.service.shutdown.advance(STAGES[command.kind])
         self.service.shutdown.advance(Stage.DRAINING)  # the main process is gone
 
     async def watch_channel(self) -> None:

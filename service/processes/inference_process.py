@@ -60,7 +60,7 @@ async def compute(
 
 async def serve(peers: HttpPeers, control: ControlChannel) -> None:
     """Connect each HTTP process that a command brings. Return when the control channel and all their channels close."""
-    async for order in control:
-        if order.end is not None:
-            await peers.add(order.end)
+    async for command in control:
+        if command.end is not None:
+            await peers.add(command.end)
     await peers.all_disconnected()

@@ -95,20 +95,20 @@ class Processes:
 
     async def run(self) -> int:
         """Serve until a stop signal. Returns the exit status."""
-        stop_signals.deliver(partial(self._receive, asyncio.get_running_loop()))
+        stop_signals.deliver(partial(self._receive_signal, asyncio.get_running_loop()))
         reaping = asyncio.create_task(reap_orphans(self._pids))
         try:
-            async with asyncio.TaskGroup() as keeping:
-                keeping.create_task(self._keep("inference"))
-                frontend = [
-                    keeping.create_task(self._keep("http"))
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._keep_running("inference"))
+                http = [
+                    tasks.create_task(self._keep_running("http"))
                     for _ in range(self._settings.http_workers or 1)
                 ]
-                watching = [keeping.create_task(self._watch())]
+                watching = [tasks.create_task(self._watch())]
                 if self._source is not None:
                     files = KeyFiles(self._source, self._settings.keys, self._change_keys)
-                    watching.append(keeping.create_task(files.watch()))
-                await asyncio.wait(frontend)
+                    watching.append(tasks.create_task(files.watch()))
+                await asyncio.wait(http)
                 for task in watching:
                     task.cancel()
                 self._restarts_end.set()
@@ -122,15 +122,14 @@ class Processes:
     def _pids(self) -> list[int]:
         return [child.process.pid for child in self._children]
 
-    async def _keep(self, role: str) -> None:
+    async def _keep_running(self, role: str) -> None:
         """Keep a child of this role running until the service ends."""
         deaths = failures = 0
         while True:
             try:
                 child = await self._start(role)
-            except (
-                OSError
-            ) as error:  # too many processes or files, or too little memory: it may be temporary
+            # Too many processes or files, or too little memory: it may be temporary.
+            except OSError as error:
                 facts: dict[str, object] = {"problem": str(error)}
                 status, served_s = None, None
             else:
@@ -186,20 +185,20 @@ class Processes:
         """Start a child and connect it. Raises OSError."""
         process = child_process.start(role, self._listeners if role == "http" else ())
         keys = self._settings.keys
-        await process.give_brief(brief(self._settings, self._resume))
-        control = ChildControl(process.control, lambda report: self._hear(child, report))
+        await process.send_config(startup_config(self._settings, self._resume))
+        control = ChildControl(process.control, lambda report: self._receive_report(child, report))
         last_report, last_repeat = LastSign(self._stall_clock), LastSign(self._stall_clock)
         child = Child(role, process, control, last_report, last_repeat)
-        self._introduce(child)
+        self._connect_to_others(child)
         self._children.add(child)
         if self._settings.keys is not keys:
-            self._give_keys(child)
+            self._send_keys(child)
         self._send_stage(child)
         if self._restarts_end.is_set():
             self._end(child)
         return child
 
-    def _hear(self, child: Child, report: Report) -> None:
+    def _receive_report(self, child: Child, report: Report) -> None:
         child.last_report.renew()
         if missing := report.get(MISSING):
             self._repeat(child, str(missing).encode())
@@ -210,7 +209,7 @@ class Processes:
         if child.role == "http":
             self._shutdown.advance(Stage.RUNNING)
 
-    def _introduce(self, new: Child) -> None:
+    def _connect_to_others(self, new: Child) -> None:
         """Connect a child to all children of the other role."""
         for other in self._children:
             if other.role != new.role:
@@ -224,19 +223,18 @@ class Processes:
         try:
             ends = socket.socketpair()
         except OSError as error:
-            log.error(
-                "cannot make a channel", problem=str(error)
-            )  # the HTTP process reports the missing channel
+            # The HTTP process reports the missing channel.
+            log.error("cannot make a channel", problem=str(error))
             return
         for child, end in zip((one, other), ends, strict=True):
-            self._give(child, PEER, end)
+            self._send(child, PEER, end)
             end.close()
 
-    def _repeat(self, child: Child, order: bytes) -> None:
+    def _repeat(self, child: Child, command: bytes) -> None:
         """Send again what a child reports as missing. End the child if repetition does not help."""
-        if order == KEYS:
-            self._give_keys(child)
-        if order != PEER or child.role != "http" or not self._of("inference"):
+        if command == KEYS:
+            self._send_keys(child)
+        if command != PEER or child.role != "http" or not self._of("inference"):
             return  # if an inference process lacks its end, the HTTP process at the other end reports that
         again = child.last_repeat.silent_s < health.CHANNEL_ARRIVED_S
         child.repeated = child.repeated + 1 if again else 1
@@ -256,24 +254,24 @@ class Processes:
     def _change_keys(self, keys: Keys) -> None:
         self._settings = self._settings.model_copy(update={"keys": keys})
         for child in self._of("http"):
-            self._give_keys(child)
+            self._send_keys(child)
 
-    def _give_keys(self, child: Child) -> None:
-        if not child.control.give_keys(dump_keys(self._settings.keys)):
+    def _send_keys(self, child: Child) -> None:
+        if not child.control.send_keys(dump_keys(self._settings.keys)):
             self._end(child)  # its successor starts with these keys
 
-    def _give(self, child: Child, order: bytes, end: socket.socket | None = None) -> None:
+    def _send(self, child: Child, command: bytes, end: socket.socket | None = None) -> None:
         """Send a command.
 
         End a child that cannot receive it, because the child would miss a change that other children get.
         """
-        if not child.control.give(order, end):
+        if not child.control.send(command, end):
             self._end(child)
 
     def _of(self, role: str) -> Sequence[Child]:
         return [child for child in self._children if child.role == role]
 
-    def _receive(self, loop: asyncio.AbstractEventLoop, number: int) -> None:
+    def _receive_signal(self, loop: asyncio.AbstractEventLoop, number: int) -> None:
         """Handle a stop signal in the thread that receives it."""
         with suppress(RuntimeError):  # the loop is closed: the process ends anyway
             loop.call_soon_threadsafe(self._shutdown.receive_signal, number)
@@ -294,7 +292,7 @@ class Processes:
     def _send_stage(self, child: Child) -> None:
         for command, stage in STAGES.items():
             if stage == self._shutdown.stage:
-                self._give(child, command)
+                self._send(child, command)
 
     def _give_up(self, status: int) -> None:
         self._status = status
@@ -318,11 +316,11 @@ def exit_reason(child: Child, status: int) -> dict[str, object]:
     return {"status": status}
 
 
-def brief(settings: Settings, resume: object) -> bytes:
+def startup_config(settings: Settings, resume: object) -> bytes:
     """Return the start-up config for a child's standard input: the settings, and the previous process's report."""
     return f"{settings.model_dump_json()}\n{json.dumps(resume)}\n".encode()
 
 
-def read_brief(told: bytes) -> tuple[Settings, Any]:
-    settings, resume = told.splitlines()
+def read_startup_config(config: bytes) -> tuple[Settings, Any]:
+    settings, resume = config.splitlines()
     return Settings.model_validate_json(settings), json.loads(resume)

@@ -49,9 +49,8 @@ from service.scheduling.prefetch import Prefetch
 logger = logging.getLogger(__name__)
 
 DRAINED_POLL_S = 0.02  # between checks for remaining work of a model that is unloaded
-TURNS_TO_SEND = (
-    2  # turns of the event loop until the response of a resolved future has been written
-)
+# Turns of the event loop until the response of a resolved future has been written.
+TURNS_TO_SEND = 2
 
 
 def call_after(turns: int, call: Callable[..., None], *args: Any) -> None:

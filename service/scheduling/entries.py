@@ -55,9 +55,8 @@ class Entry:
     tokens: int = field(init=False)
     masks: int = field(default=0, init=False)
     virtual_start: float = field(default=0.0, init=False)  # in tokens
-    skipped: int = field(
-        default=0, init=False
-    )  # batches of its flow without an entry of its request
+    # Batches of its flow without an entry of its request.
+    skipped: int = field(default=0, init=False)
     queued: bool = field(default=False, init=False)
     request: "PendingRequest | None" = field(default=None, init=False, repr=False)
 

@@ -150,9 +150,8 @@ class FlowQueue(FlowWork):
         self.backlog = Backlog()
         self.requests: OrderedDict[QueuedRequest, None] = OrderedDict()
         self._batches = 0
-        self._virtual_start = (
-            0.0  # of the next request: the smallest start at the flow's last batch
-        )
+        # Of the next request: the smallest start at the flow's last batch.
+        self._virtual_start = 0.0
         self._smallest = 0.0  # start in the last pool
         self._order = itertools.count()
         self._queued = 0
@@ -241,27 +240,27 @@ class FlowQueue(FlowWork):
 
     def pool(self) -> list[Entry]:
         """Return the candidates for the next batch, in order; a request skipped too often goes first."""
-        frontend = self.frontend(self.statistics.pool_size)
-        self._smallest = frontend[0].virtual_start
+        front = self.front(self.statistics.pool_size)
+        self._smallest = front[0].virtual_start
         first = self.longest.first()
         first.skipped = self._batches - self.longest.scheduled
         if first.skipped <= MAX_SKIPPED:
-            return frontend
-        return [first, *(entry for entry in frontend if entry is not first)]
+            return front
+        return [first, *(entry for entry in front if entry is not first)]
 
-    def frontend(self, size: int) -> list[Entry]:
+    def front(self, size: int) -> list[Entry]:
         """Return the `size` entries of smallest start, in O(size), plus O(log n) for each entry new to the front."""
-        frontend = [key for key in self._front if key[2].queued]
+        front = [key for key in self._front if key[2].queued]
         if len(self._heap) > 2 * self._queued + size:  # most of its entries have left the queue
             self._heap = [key for key in self._heap if key[2].queued]
             heapify(self._heap)
-        while self._heap and (len(frontend) < size or self._heap[0] < frontend[-1]):
+        while self._heap and (len(front) < size or self._heap[0] < front[-1]):
             key = heappop(self._heap)
             if key[2].queued:
-                insort(frontend, key)
-        for key in frontend[size:]:
+                insort(front, key)
+        for key in front[size:]:
             heappush(self._heap, key)
-        self._front = frontend[:size]
+        self._front = front[:size]
         return [entry for _, _, entry in self._front]
 
     def due(self, rate: float) -> Iterator[tuple[float, Entry]]:

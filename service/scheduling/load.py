@@ -64,9 +64,8 @@ class Backlog:
     """The waiting requests and tokens of one flow, by the bits of each request's remaining work."""
 
     requests: Counter[int] = field(default_factory=Counter)
-    sizes: Counter[int] = field(
-        default_factory=Counter
-    )  # tokens of all requests with the same number of bits
+    # Tokens of all requests with the same number of bits.
+    sizes: Counter[int] = field(default_factory=Counter)
 
     @classmethod
     def of(cls, *requests: RemainingWork) -> "Backlog":

@@ -124,10 +124,8 @@ class TextThreads:
         async def run(size: int, work: Callable[[], Any]) -> Any:
             ((own, part),) = _work_of(flow, [size]).items()
             result = await self._run_part(own, part.tokens, work)
-            before, left[own] = (
-                left[own],
-                RemainingWork(left[own].tokens - part.tokens, left[own].windows - 1),
-            )
+            before = left[own]
+            left[own] = RemainingWork(before.tokens - part.tokens, before.windows - 1)
             self._change(own, before, left[own])
             return result
 

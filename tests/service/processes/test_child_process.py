@@ -45,7 +45,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, arguments: int = 3, pause: float =
 
 
 async def finish(process: ChildProcess, brief: bytes) -> tuple[int, dict[str, object]]:
-    await process.give_brief(brief)
+    await process.send_config(brief)
     status = await asyncio.wait_for(process.wait(), 20)
     with process.control as control:
         return status, json.loads(control.recv(1 << 16))
@@ -82,7 +82,7 @@ async def test_the_end_of_a_child_is_known(monkeypatch: pytest.MonkeyPatch) -> N
     process.kill()
     assert await asyncio.wait_for(waiting, 20) == -signal.SIGKILL
     process.kill()
-    await process.give_brief(b"too late")
+    await process.send_config(b"too late")
     assert await process.wait() == -signal.SIGKILL
     process.control.close()
 

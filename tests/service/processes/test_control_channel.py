@@ -37,8 +37,8 @@ async def test_orders_end_with_the_main_process() -> None:
     """Commands arrive one by one, each with its socket, until the main process is gone."""
     link, given, _ = linked()
     one, other = socket.socketpair()
-    link.give(PEER, one)
-    link.give(DRAIN)
+    link.send(PEER, one)
+    link.send(DRAIN)
     link.close()
     got = [order async for order in given]
     assert [PEER, DRAIN] == [order.kind for order in got]
@@ -52,7 +52,7 @@ async def test_orders_end_with_the_main_process() -> None:
 async def test_commands_end_without_reports() -> None:
     """A dead main process is detected even if its reports are unread."""
     link, given, heard = linked()
-    link.give(DRAIN)
+    link.send(DRAIN)
     await given.report({"unread": True})
     link.close()
     assert [DRAIN] == [order.kind async for order in given]
@@ -65,8 +65,8 @@ async def test_orders_to_the_dead_are_dropped() -> None:
     ours, theirs = socket.socketpair()
     link = ChildControl(ours, lambda report: None)
     theirs.close()
-    assert not link.give(DRAIN)
-    assert not link.give_keys(b"{}")
+    assert not link.send(DRAIN)
+    assert not link.send_keys(b"{}")
     await asyncio.sleep(0)
     link.close()
 
@@ -75,8 +75,8 @@ async def test_orders_to_the_deaf_are_dropped() -> None:
     """A child that does not read does not block the main process."""
     ours, theirs = socket.socketpair()
     link = ChildControl(ours, lambda report: None)
-    assert link.give(DRAIN)
-    assert not all(link.give(DRAIN) for _ in range(10_000))
+    assert link.send(DRAIN)
+    assert not all(link.send(DRAIN) for _ in range(10_000))
     link.close()
     theirs.close()
 
@@ -85,7 +85,7 @@ async def test_keys_of_any_size_come_whole() -> None:
     """Keys that are larger than what a socket takes at once arrive with one order, between others."""
     link, given, _ = linked()
     text = b"k" * 5_000_000
-    assert all((link.give(DRAIN), link.give_keys(text), link.give(DRAIN)))
+    assert all((link.send(DRAIN), link.send_keys(text), link.send(DRAIN)))
     link.close()
     got = [order async for order in given]
     assert [(DRAIN, b""), (KEYS, text), (DRAIN, b"")] == [(order.kind, order.text) for order in got]
@@ -113,7 +113,7 @@ async def test_a_descriptor_is_held_in_reserve() -> None:
     """A channel arrives also when the process has as many files open as it may."""
     link, given, _ = linked()
     one, other = socket.socketpair()
-    link.give(PEER, one)
+    link.send(PEER, one)
     with no_file_left():
         order = await anext(given)
     assert order.end is not None
@@ -131,12 +131,12 @@ async def test_a_lost_descriptor_is_reported(monkeypatch: Any) -> None:
     with no_file_left():
         given._free_reserve()
         taken = os.open(os.devnull, os.O_RDONLY)
-        link.give(PEER, one)
-        link.give(DRAIN)
+        link.send(PEER, one)
+        link.send(DRAIN)
         assert DRAIN == (await anext(given)).kind
         os.close(taken)
     await until(lambda: heard == [{MISSING: "P"}])
-    link.give(PEER, one)
+    link.send(PEER, one)
     order = await anext(given)
     assert order.end is not None
     for end in (one, other, order.end):

@@ -86,7 +86,7 @@ async def test_a_worker_takes_new_keys() -> None:
     keys = {name: Key(sha256=digit * 64) for name, digit in (("a", "1"), ("b", "2"))}
     worker = Worker(Settings(http_workers=1, keys={"a": keys["a"]}), ControlChannel(theirs))
     obeying = asyncio.create_task(worker.follow_commands())
-    link.give_keys(dump_keys({"b": keys["b"]}))
+    link.send_keys(dump_keys({"b": keys["b"]}))
     assert worker.keys is not None
     await until(lambda: worker.keys.names == ["b"])
     link.close()
@@ -104,7 +104,7 @@ async def test_a_worker_that_no_longer_obeys_ends(
     worker = Worker(
         Settings(http_workers=1, keys={"a": Key(sha256="1" * 64)}), ControlChannel(theirs)
     )
-    link.give_keys(b"{")
+    link.send_keys(b"{")
     following = asyncio.create_task(worker.follow_commands())
     await asyncio.wait([following])
     exit_on_failure(following)

@@ -90,7 +90,7 @@ def text(*ids: int, hidden: int = 0) -> Entry:
     return Entry("tiny@1", window, "r", 1.5, 30.5, 2, "t", ("entities",))
 
 
-class FakeCurator:
+class FakeManager:
     """Returns the command that it got, or fails as configured."""
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class FakeCurator:
         return {"did": command.name, **asdict(command)}
 
 
-class FakeFollower:
+class FakeSubscriber:
     """Records the bundles that it adopted, and holds them as configured."""
 
     def __init__(self) -> None:
@@ -132,11 +132,11 @@ class Pair:
 
     def __init__(self) -> None:
         self.device = FakeDevice()
-        self.manager = FakeCurator()
+        self.manager = FakeManager()
         self.metrics = Metrics()
         self.broken = asyncio.Event()
         self.remote = RemoteDevice(self.broken.set)
-        self.subscriber = FakeFollower()
+        self.subscriber = FakeSubscriber()
         self.following = asyncio.create_task(self.remote.follow(self.subscriber))
         ours, end = socket.socketpair()
         self.link = ChildControl(ours, lambda report: None)
@@ -146,7 +146,7 @@ class Pair:
 
     async def connect(self) -> None:
         ours, theirs = socket.socketpair()
-        self.link.give(PEER, theirs)
+        self.link.send(PEER, theirs)
         theirs.close()
         await self.remote.connect(ours)
         await until(lambda: self.remote.load().ready)
@@ -550,9 +550,9 @@ async def test_metrics_of_several_processes_add_up() -> None:
     """The counts of two HTTP processes are added up, in both; so is their expected load."""
     async with pair() as both:
         other = RemoteDevice()
-        following = asyncio.create_task(other.follow(FakeFollower()))
+        following = asyncio.create_task(other.follow(FakeSubscriber()))
         ours, theirs = socket.socketpair()
-        both.link.give(PEER, theirs)
+        both.link.send(PEER, theirs)
         theirs.close()
         await other.connect(ours)
         await until(lambda: other.load().ready)
@@ -660,7 +660,7 @@ async def test_what_is_served_first_must_be_adopted() -> None:
     both = Pair()
     both.subscriber.error = ValueError("the tokenizer cannot be read")
     ours, theirs = socket.socketpair()
-    both.link.give(PEER, theirs)
+    both.link.send(PEER, theirs)
     theirs.close()
     await both.remote.connect(ours)
     with pytest.raises(ValueError, match="the tokenizer cannot be read"):
@@ -746,7 +746,7 @@ async def test_an_unexpected_error_in_an_adoption_closes_the_channel(
         await until(lambda: not both.remote.connected)
         both.subscriber.error = RuntimeError("our bug")
         ours, theirs = socket.socketpair()
-        both.link.give(PEER, theirs)
+        both.link.send(PEER, theirs)
         theirs.close()
         await both.remote.connect(ours)
         await until(lambda: not both.remote.connected)
@@ -763,7 +763,7 @@ async def test_who_cannot_adopt_after_a_reconnection_ends() -> None:
         await until(lambda: not both.remote.connected)
         both.subscriber.error = MemoryError("no memory")
         ours, theirs = socket.socketpair()
-        both.link.give(PEER, theirs)
+        both.link.send(PEER, theirs)
         theirs.close()
         await both.remote.connect(ours)
         await asyncio.wait_for(both.broken.wait(), 30)

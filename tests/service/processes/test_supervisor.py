@@ -40,7 +40,7 @@ def child(main: Processes, role: str) -> tuple[Child, ControlChannel]:
     """A child of this role, and its own end of the orders."""
     ours, theirs = socket.socketpair()
     process: Any = FakeProcess()
-    control = ChildControl(ours, lambda report: main._hear(made, report))
+    control = ChildControl(ours, lambda report: main._receive_report(made, report))
     made = Child(role, process, control, LastSign(main._stall_clock), LastSign(main._stall_clock))
     main._children.add(made)
     return made, ControlChannel(theirs)
@@ -80,10 +80,10 @@ async def test_a_channel_that_got_lost_is_made_again(lines: list[EventDict]) -> 
     """An HTTP process that reports none gets another; reports while there is no inference process are in vain."""
     main = Processes(Settings(), [])
     frontend = child(main, "http")
-    main._hear(frontend[0], {"missing": "P"})
+    main._receive_report(frontend[0], {"missing": "P"})
     assert frontend[0].serves is None  # such a report says nothing of that
     back = child(main, "inference")
-    main._hear(frontend[0], {"missing": "P"})
+    main._receive_report(frontend[0], {"missing": "P"})
     one, other = await anext(frontend[1]), await anext(back[1])
     assert (PEER, PEER) == (one.kind, other.kind)
     assert one.end is not None
@@ -101,10 +101,10 @@ async def test_a_channel_that_cannot_be_made_ends_both(monkeypatch: pytest.Monke
     main = Processes(Settings(), [])
     frontend, back = child(main, "http"), child(main, "inference")
     for _ in range(2):
-        main._hear(frontend[0], {"missing": "P"})
+        main._receive_report(frontend[0], {"missing": "P"})
     killed = [made.process for made, _ in (frontend, back)]
     assert [False, False] == [process.killed for process in killed]  # type: ignore[attr-defined]
-    main._hear(frontend[0], {"missing": "P"})
+    main._receive_report(frontend[0], {"missing": "P"})
     assert [True, True] == [process.killed for process in killed]  # type: ignore[attr-defined]
     close(frontend, back)
 
@@ -113,9 +113,9 @@ async def test_a_child_that_takes_no_order_is_ended() -> None:
     """Its queue is full, so it would miss what the others act on; the next one is connected anew."""
     main = Processes(Settings(), [])
     frontend = child(main, "http")
-    while frontend[0].control.give(DRAIN):
+    while frontend[0].control.send(DRAIN):
         pass
-    main._give(frontend[0], DRAIN)
+    main._send(frontend[0], DRAIN)
     assert frontend[0].process.killed  # type: ignore[attr-defined]
     close(frontend)
 
@@ -126,10 +126,10 @@ async def test_new_keys_reach_children_of_now_and_later() -> None:
     main = Processes(Settings(keys=old), [])
     frontend = child(main, "http")
     main._change_keys(new)
-    main._hear(frontend[0], {"missing": "K"})
+    main._receive_report(frontend[0], {"missing": "K"})
     for _ in range(2):
         order = await anext(frontend[1])
         assert (KEYS, new) == (order.kind, load_keys(order.text))
-    settings = supervisor.brief(main._settings, None).splitlines()[0]
+    settings = supervisor.startup_config(main._settings, None).splitlines()[0]
     assert ["b"] == [*json.loads(settings)["keys"]]
     close(frontend)

@@ -78,7 +78,7 @@ def test_the_pool_is_the_front_of_a_stable_sort(
         for left in [waiting[at] for at in gone if at < len(waiting)]:
             lane.remove(left)
         waiting = [left for left in waiting if left.queued]
-        assert lane.frontend(size) == sorted(waiting, key=lambda left: left.virtual_start)[:size]
+        assert lane.front(size) == sorted(waiting, key=lambda left: left.virtual_start)[:size]
         assert queue.tokens == queue.size == len(waiting)
 
 
