@@ -7,15 +7,18 @@ from contextlib import AsyncExitStack
 import structlog
 
 from service.engines.local_device import open_device
+from service.engines.memory_need import MemoryLimitError
 from service.observability import logs
 from service.observability.metrics import Metrics
 from service.processes.control_channel import ControlChannel
 from service.processes.http_peers import HttpPeers
 from service.rollout.directory_watcher import watch
-from service.rollout.model_manager import ModelManager, Resume
+from service.rollout.model_manager import OPENING_ERRORS, ModelManager, Resume
 from service.settings import Settings
 
 log = structlog.get_logger()
+
+START_ERRORS: tuple[type[Exception], ...] = (*OPENING_ERRORS, MemoryLimitError)
 
 
 class CannotStart(Exception):
@@ -38,7 +41,7 @@ async def compute(
             device = await stack.enter_async_context(opening)
             manager = ModelManager(device, settings, metrics, control.report)
             manager.open(resume)
-        except Exception as error:  # the runtime's errors have no type
+        except START_ERRORS as error:
             raise CannotStart(error) from error
         peers = HttpPeers(device, manager, metrics)
         await manager.follow(peers)
