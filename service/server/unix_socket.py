@@ -5,7 +5,7 @@ import fcntl
 import os
 import socket
 import stat
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,9 +30,11 @@ class UnixListener(socket.socket):
         Raises OSError if the path is in use, is another kind of file or cannot be written.
         """
         path = path.absolute()
-        lock = take_lock(lock_file(path))
-        listener = cls(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
+        with ExitStack() as undo:
+            lock = take_lock(lock_file(path))
+            undo.callback(release_lock, lock_file(path), lock)
+            listener = cls(socket.AF_UNIX, socket.SOCK_STREAM)
+            undo.callback(listener.close)
             remove_stale(path)
             mask = os.umask(0o777 & ~mode)
             try:
@@ -40,10 +42,7 @@ class UnixListener(socket.socket):
             finally:
                 os.umask(mask)
             listener._path, listener._file, listener._lock = path, identity(path), lock
-        except BaseException:
-            listener.close()
-            release_lock(lock_file(path), lock)
-            raise
+            undo.pop_all()
         return listener
 
     def close(self) -> None:
@@ -60,30 +59,27 @@ def lock_file(path: Path) -> Path:
     return path.with_name(f"{path.name}.lock")
 
 
-def identity(path: Path) -> tuple[int, int]:
+def identity(file: Path | int) -> tuple[int, int]:
     """Return the device and the inode of a file. Raises OSError if it does not exist."""
-    found = path.lstat()
+    found = os.fstat(file) if isinstance(file, int) else file.lstat()
     return found.st_dev, found.st_ino
 
 
 def take_lock(path: Path) -> int:
     """Lock a file, which is created if it does not exist. Returns its descriptor. Raises OSError if it is locked."""
     while True:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            found = os.fstat(lock)
-            # The process that had the lock has just removed the file.
+        with ExitStack() as undo:
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            undo.callback(os.close, lock)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise in_use() from None
+            # The process that had the lock may have just removed the file.
             with suppress(FileNotFoundError):
-                if identity(path) == (found.st_dev, found.st_ino):
+                if identity(path) == identity(lock):
+                    undo.pop_all()
                     return lock
-        except BlockingIOError:
-            os.close(lock)
-            raise in_use() from None
-        except BaseException:
-            os.close(lock)
-            raise
-        os.close(lock)
 
 
 def release_lock(path: Path, lock: int) -> None:
