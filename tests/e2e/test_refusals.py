@@ -212,7 +212,7 @@ def test_every_client_hears_the_status(full: Server, client: str, refusal: str) 
 def crowded(tiny_bundle: Path) -> Iterator[Server]:
     """A server whose only connection has a request in progress: its body is not complete."""
     with (
-        serving(tiny_bundle, "--max-connections", "1", "--body-timeout-s", "600") as server,
+        serving(tiny_bundle, "--max-connections", "1", *STILL, "--body-timeout-s", "600") as server,
         socket.create_connection(("127.0.0.1", server.port)) as busy,
     ):
         busy.sendall(b"POST /embed HTTP/1.1\r\nHost: quartet\r\n")
