@@ -10,7 +10,7 @@ BLOCK = re.compile(r"(<!-- request: begin -->\n).*?(<!-- request: end -->)", re.
 # Caller and callee by module and qualified name; the callee's own name occurs in the caller's code.
 CALLS = (
     (
-        "service.server.connection:Protocol.turn_away_early",
+        "service.server.connection:Connection.refuse_early",
         "service.middleware.request_lifecycle:RequestLifecycle.receive",
     ),
     ("service.api.native_routes:classify", "service.api.engine_call:receive_call"),

@@ -5,8 +5,6 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Protocol
 
-from service.server.excess_connections import Abortable, ExcessConnections
-
 IDLE_S = 1.0  # a connection with a request so recently makes no room
 TRIES = 8  # connections that may have just received a request, before a new one counts as excess
 
@@ -15,9 +13,11 @@ class Evictable(Protocol):
     def evict(self) -> bool:
         """Close the connection, unless a request has just arrived on it. Returns whether it closes."""
 
+    def abort(self) -> None: ...
+
 
 class ConnectionTable:
-    """At most `limit` connections are served; the others are excess connections.
+    """At most `limit` connections are served; the others are excess connections, of which `excess` are kept open.
 
     When all places are taken, a new connection takes the place of one without a request: first of the oldest without a
     request so far, then of the one that has been idle for longest. Otherwise clients that connect and send nothing
@@ -33,18 +33,25 @@ class ConnectionTable:
         self._silent: dict[Evictable, None] = {}  # no request so far, oldest first
         self._idle: dict[Evictable, float] = {}  # between requests, with the time since when
         self._probing: set[Evictable] = set()  # with a health check or a scrape as its request
-        self._excess = ExcessConnections(excess)
+        self._most_excess = excess
+        self._excess: dict[Evictable, None] = {}  # oldest first
 
     def admit(self, connection: Evictable) -> bool:
-        """Serve a new connection. Returns False, and does nothing, if every place is in use."""
+        """Serve a new connection. Returns False if every place is in use, which makes it an excess connection.
+
+        Above their limit, the oldest excess connection is aborted. Otherwise a flood would take every descriptor that
+        the process is allowed, including those for health checks and for the channel to a new inference process.
+        """
         if len(self._served) >= self.limit and not self._evict_one():
+            self._excess[connection] = None
+            if len(self._excess) > self._most_excess:
+                oldest = next(iter(self._excess))
+                del self._excess[oldest]
+                oldest.abort()
             return False
         self._served.add(connection)
         self._silent[connection] = None
         return True
-
-    def add_excess(self, transport: Abortable) -> None:
-        self._excess.add(transport)
 
     def begin_request(self, connection: Evictable, is_probe: bool) -> None:
         """Record that a connection has a request; is_probe: a health check or a scrape."""
@@ -62,10 +69,13 @@ class ConnectionTable:
             self._idle.pop(connection, None)
             self._idle[connection] = self._clock()
 
-    def discard(self, connection: Evictable, transport: Abortable) -> None:
+    def discard(self, connection: Evictable) -> None:
         """Forget a connection that has closed."""
-        self._forget(connection)
-        self._excess.discard(transport)
+        self._served.discard(connection)
+        self._probing.discard(connection)
+        self._silent.pop(connection, None)
+        self._idle.pop(connection, None)
+        self._excess.pop(connection, None)
 
     def is_full(self) -> bool:
         """Return whether a new connection would be an excess connection. Probes in progress do not count."""
@@ -83,12 +93,6 @@ class ConnectionTable:
     def _evict_one(self) -> bool:
         for connection in [*islice(self._candidates(), TRIES)]:
             if connection.evict():
-                self._forget(connection)
+                self.discard(connection)
                 return True
         return False
-
-    def _forget(self, connection: Evictable) -> None:
-        self._served.discard(connection)
-        self._probing.discard(connection)
-        self._silent.pop(connection, None)
-        self._idle.pop(connection, None)

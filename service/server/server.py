@@ -7,26 +7,25 @@ import os
 import socket
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import structlog
 import uvicorn
 from fastapi import FastAPI
 
 from service.middleware.body_memory import BODIES
-from service.middleware.rate_limit import Bucket
 from service.middleware.request_lifecycle import RequestLifecycle
-from service.server.connection import CHUNKS_AT_ONCE, CHUNKS_PER_S, Protocol
+from service.server.connection import Connection, Shared
 from service.server.connection_limits import (
     PROBES,
     divide_connections,
     raise_file_limit,
 )
 from service.server.connection_table import ConnectionTable
-from service.server.flow_control import BODY_PIECE, HangupWatcher, Reader, piece_size
+from service.server.flow_control import BODY_PIECE, piece_size
 from service.server.graceful_shutdown import GRACE_S, GracefulServer
 from service.server.sockets import limit_unsent, url_of
-from service.server.unread_responses import UnreadResponses
 from service.settings import Settings
 from service.shutdown import Stage
 
@@ -120,25 +119,10 @@ def connections(
 
     Connections to the port of the metrics have places of their own, so that probes there do not depend on clients.
     """
-    tables = defaultdict(lambda: table)
+    tables: defaultdict[int | None, ConnectionTable] = defaultdict(lambda: table)
     if settings.metrics_port is not None:
         tables[settings.metrics_port] = ConnectionTable(PROBES, PROBES)
-    hangups = HangupWatcher()
-    chunk_rate = Bucket(60 * CHUNKS_PER_S, size=CHUNKS_AT_ONCE)
-    unread_responses = UnreadResponses()
     piece = piece_size(BODIES * settings.max_body_bytes, table.limit)
     buffer = memoryview(bytearray(BODY_PIECE * piece))
-
-    def make(**given: Any) -> Reader:
-        protocol = Protocol(
-            **given,
-            tables=tables,
-            header_timeout_s=settings.header_timeout_s,
-            lifecycle=lifecycle,
-            hangups=hangups,
-            chunk_rate=chunk_rate,
-            unread_responses=unread_responses,
-        )
-        return Reader(protocol, buffer)
-
-    return cast(type[asyncio.Protocol], make)
+    shared = Shared(lifecycle, settings.header_timeout_s, tables, (buffer[:piece], buffer))
+    return cast(type[asyncio.Protocol], partial(Connection, shared=shared))

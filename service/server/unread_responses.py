@@ -4,30 +4,16 @@ import asyncio
 import time
 from collections.abc import Callable
 from math import inf
-from typing import Protocol
 
 import structlog
+
+from service.server.flow_control import FlowControl
 
 log = structlog.get_logger()
 
 UNREAD_BYTES = 64 << 20  # of all responses that wait for their clients
 LOOK_S = 1.0  # between two looks while there are more; a younger response is not judged
 LEFT_S = 10.0  # a client that needs no longer for the rest keeps its connection
-
-
-class Reading(Protocol):
-    """A connection whose client reads slower than the server writes."""
-
-    @property
-    def unread(self) -> int:
-        """Bytes that the connection keeps for its client."""
-
-    @property
-    def sent(self) -> int:
-        """Bytes that the system has taken from the connection since its beginning."""
-
-    def drop(self) -> None:
-        """Close the connection at once, and free its data."""
 
 
 class UnreadResponses:
@@ -43,16 +29,18 @@ class UnreadResponses:
     ) -> None:
         self._limit = limit
         self._clock = clock
-        self._waiting: dict[Reading, tuple[float, int]] = {}  # since when, and what was sent then
+        self._waiting: dict[
+            FlowControl, tuple[float, int]
+        ] = {}  # since when, and what was sent then
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, connection: Reading) -> None:
+    def add(self, connection: FlowControl) -> None:
         """Record that a response of a connection waits for its client."""
         self._waiting[connection] = self._clock(), connection.sent
         if self._timer is None:
             self._look()
 
-    def discard(self, connection: Reading) -> None:
+    def discard(self, connection: FlowControl) -> None:
         """Record that no response of a connection waits any more."""
         self._waiting.pop(connection, None)
 
@@ -73,11 +61,11 @@ class UnreadResponses:
             excess -= connection.unread
             dropped += 1
             self.discard(connection)
-            connection.drop()
+            connection.abort()
         if dropped:
             log.warning("clients do not read their responses", closed_connections=dropped)
 
-    def _left_s(self, connection: Reading) -> float:
+    def _left_s(self, connection: FlowControl) -> float:
         """Return the seconds that a client needs for the rest, 0 if its response is too young to judge."""
         since, sent = self._waiting[connection]
         lasted_s = self._clock() - since

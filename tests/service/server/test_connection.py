@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,9 +25,8 @@ from service.observability.metrics import Metrics
 from service.scheduling.load import Backlog, Flow, Load, RemainingWork
 from service.server import connection as connection_module
 from service.server import connection_table as connection_table_module
-from service.server import server as server_module
-from service.server import unread_responses
-from service.server.connection import Protocol
+from service.server import flow_control, unread_responses
+from service.server.connection import Connection, State
 from service.server.connection_limits import FEW
 from service.server.connection_table import ConnectionTable
 from service.server.flow_control import PIECE, piece_size
@@ -255,7 +253,7 @@ async def test_an_answer_leaves_before_it_is_recorded(engines: FakeEngines) -> N
 async def test_an_answer_is_one_piece(listen: Listen, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its head is sent with its body, or alone where it has none: a client is woken once."""
     pieces: list[bytes] = []
-    made = Protocol.connection_made
+    made = Connection.connection_made
 
     class Wire:
         def __init__(self, wire: Any) -> None:
@@ -268,11 +266,10 @@ async def test_an_answer_is_one_piece(listen: Listen, monkeypatch: pytest.Monkey
             pieces.append(data)
             self.wire.write(data)
 
-    def spied(self: Protocol, transport: asyncio.Transport) -> None:
-        made(self, transport)
-        self.wire = Wire(self.wire)  # type: ignore[assignment]
+    def spied(self: Connection, transport: asyncio.Transport) -> None:
+        made(self, Wire(transport))
 
-    monkeypatch.setattr(Protocol, "connection_made", spied)
+    monkeypatch.setattr(Connection, "connection_made", spied)
     async with listen() as server, server.client() as client:
         for request in (post(), post()):
             client.send(request)
@@ -402,7 +399,7 @@ async def test_data_that_begins_no_request_does_not_keep_a_connection(
     listen: Listen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A line break that comes as the connection is closed puts that off for a moment only."""
-    monkeypatch.setattr(connection_module, "LOOK_S", 0.05)
+    monkeypatch.setattr(connection_module, "ARRIVAL_S", 0.05)
     async with listen(idle_s=0.05) as server:
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
             client.setblocking(False)
@@ -561,23 +558,26 @@ async def test_a_refused_body_of_unknown_length_ends_the_connection(listen: List
         assert await client.ended()
 
 
-async def test_a_refused_body_does_not_count_as_silence(listen: Listen) -> None:
+async def test_a_refused_body_does_not_count_as_silence(
+    listen: Listen, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Once the last of it has come, the connection may be idle for as long as any."""
     body = post(b"x" * 5000)
+    waits: list[float] = []
+    monkeypatch.setattr(Connection, "expect_request", lambda _, seconds: waits.append(seconds))
     async with listen(max_body_bytes=1000) as server, server.client() as client:
         client.send(body[:2000])
         assert 413 == (await client.answer()).status
-        (connection,) = server.state.connections
-        timer = connection.timeout_keep_alive_task
+        assert [75, 75] == waits
         client.send(body[2000:])
-        await until(lambda: connection.timeout_keep_alive_task is not timer)
+        await until(lambda: [75, 75, 75] == waits)
 
 
 async def test_a_refused_body_without_end_is_not(
     listen: Listen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The connection is closed if a refused body continues without end."""
-    monkeypatch.setattr(connection_module, "HEARING_S", 0.2)
+    monkeypatch.setattr(connection_module, "LINGER_S", 0.2)
     async with listen(idle_s=0.2, max_body_bytes=1000) as server, server.client() as client:
 
         async def go_on() -> None:
@@ -629,7 +629,7 @@ async def test_an_unread_response_is_dropped(
     large: ASGIApp, monkeypatch: pytest.MonkeyPatch, more: bytes
 ) -> None:
     """A client that does not read a large response is disconnected, and the response is dropped."""
-    monkeypatch.setattr(connection_module, "STALLED_S", 0.1)
+    monkeypatch.setattr(flow_control, "STALLED_S", 0.1)
     async with listening(large, Settings()) as server, server.client() as client:
         client.writer.transport.pause_reading()
         client.send(b"GET / HTTP/1.1\r\n%s\r\n" % more)
@@ -642,7 +642,7 @@ async def test_a_short_unread_response_is_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nor is what is too short to make the server wait, when its connection has been idle for long."""
-    monkeypatch.setattr(connection_module, "STALLED_S", 0.1)
+    monkeypatch.setattr(flow_control, "STALLED_S", 0.1)
     socket_full = Response(b"x" * 60_000)
     async with listening(socket_full, Settings(), 0.3) as server, server.client() as client:
         client.writer.transport.pause_reading()
@@ -655,7 +655,7 @@ async def test_an_unread_response_to_a_complete_request_is_dropped(
     large: ASGIApp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor is it kept for a client that has closed its side, and left the other open."""
-    monkeypatch.setattr(connection_module, "STALLED_S", 0.1)
+    monkeypatch.setattr(flow_control, "STALLED_S", 0.1)
     async with listening(large, Settings()) as server, server.client() as client:
         client.writer.transport.pause_reading()
         client.send(b"GET / HTTP/1.1\r\n\r\n")
@@ -666,7 +666,7 @@ async def test_an_unread_response_to_a_complete_request_is_dropped(
 
 async def test_a_slow_reader_is_served(large: ASGIApp, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that reads slowly, but steadily, gets all of it, though the server is to close."""
-    monkeypatch.setattr(connection_module, "STALLED_S", 0.2)
+    monkeypatch.setattr(flow_control, "STALLED_S", 0.2)
     async with listening(large, Settings()) as server, server.client() as client:
         client.send(b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
         heard = 0
@@ -681,7 +681,7 @@ async def test_unread_answers_have_a_limit_together(
 ) -> None:
     """Clients that read nothing are cut off when there is too much for all, and one that reads is not."""
     limit = 2 * len(LARGE)
-    monkeypatch.setattr(server_module, "UnreadResponses", partial(UnreadResponses, limit))
+    monkeypatch.setattr(UnreadResponses.__init__, "__defaults__", (limit, time.monotonic))
     monkeypatch.setattr(unread_responses, "LOOK_S", 0.2)
     async with listening(large, Settings()) as server, AsyncExitStack() as stack:
         for _ in range(5):
@@ -728,7 +728,7 @@ async def busy_client(server: Listening) -> AsyncIterator[Client]:
     """A client whose request is in progress, since its body is not complete."""
 
     def busy() -> int:
-        return sum(connection.in_body for connection in server.state.connections)
+        return sum(connection.state is State.BODY for connection in server.state.connections)
 
     before = busy()
     async with server.client() as client:
@@ -835,7 +835,7 @@ async def test_a_connection_too_many_is_not_waited_for(
     listen: Listen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has little time to ask."""
-    monkeypatch.setattr(connection_module, "CROWDED_S", 0.1)
+    monkeypatch.setattr(connection_module, "EXCESS_S", 0.1)
     async with (
         listen(max_connections=1) as server,
         busy_client(server),
@@ -975,8 +975,8 @@ def broken(*_: object) -> None:
     "place",
     [
         "middleware.early_rejection.EarlyRejection.__call__",
-        "server.connection.Protocol.on_message_complete",
-        "server.connection.Protocol.on_body",
+        "server.connection.Connection.on_message_complete",
+        "server.connection.Connection.on_body",
         "middleware.request_lifecycle.new_context",
     ],
 )
@@ -1074,10 +1074,8 @@ def unread(server: Listening) -> int:
     """Bytes that the server's connections keep and no application has read."""
     kept = 0
     for connection in server.state.connections:
-        for cycle, _ in connection.pipeline:
-            kept += len(
-                cycle.packed if isinstance(cycle, connection_module.PackedRequest) else cycle.body
-            )
+        for request in connection.waiting:
+            kept += len(request if isinstance(request, bytes) else request.body)
         if connection.running is not None:
             kept += len(connection.running.body)
     return kept
@@ -1100,11 +1098,11 @@ async def test_a_body_behind_a_request_is_not_read_ahead(
         await asyncio.sleep(0.2)
         assert unread(server) <= 2 * PIECE
         (connection,) = server.state.connections
-        assert connection.flow.read_paused
+        assert connection.read_paused
         engine.hold.set()
         answers = [await client.answer() for _ in range(before + 2)]
         assert [200] * (before + 2) == [answer.status for answer in answers]
-        await until(lambda: not connection.flow.read_paused)
+        await until(lambda: not connection.read_paused)
         assert 0 == unread(server)
 
 
@@ -1132,12 +1130,8 @@ async def test_requests_that_wait_take_little_memory(listen: Listen, engine: Fak
         await engine.reached.wait()
         await asyncio.sleep(0.1)
         (connection,) = server.state.connections
-        sizes = [
-            len(cycle.packed)
-            for cycle, _ in connection.pipeline
-            if isinstance(cycle, connection_module.PackedRequest)
-        ]
-        assert len(sizes) >= len(connection.pipeline) - 1 > 40
+        sizes = [len(request) for request in connection.waiting if isinstance(request, bytes)]
+        assert len(sizes) >= len(connection.waiting) - 1 > 40
         assert max(sizes) < 4 * len(many)
         engine.hold.set()
         assert [200] * 51 == [(await client.answer()).status for _ in range(51)]
@@ -1215,14 +1209,14 @@ def in_chunks(body: bytes, size: int = 1) -> bytes:
 async def test_small_chunks_share_a_rate(listen: Listen, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many small chunks of all connections wait for their rate; large chunks and other requests do not."""
     seen = 0
-    parse = Protocol.on_body
+    parse = Connection.on_body
 
-    def count(self: Protocol, body: bytes) -> None:
+    def count(self: Connection, body: bytes) -> None:
         nonlocal seen
         seen += len(body) < 2
         parse(self, body)
 
-    monkeypatch.setattr(Protocol, "on_body", count)
+    monkeypatch.setattr(Connection, "on_body", count)
     async with listen() as server, AsyncExitStack() as stack:
         began = time.monotonic()
         for _ in range(10):

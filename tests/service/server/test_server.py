@@ -86,7 +86,7 @@ async def test_the_system_keeps_little_of_a_response(app: FastAPI) -> None:
             while not server.server_state.connections:
                 await asyncio.sleep(0.001)
             (connection,) = server.server_state.connections
-            accepted = connection.wire.get_extra_info("socket")
+            accepted = connection.transport.get_extra_info("socket")
             unsent = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT)
             writer.close()
             server.service.shutdown.advance(Stage.DRAINING)

@@ -19,7 +19,7 @@ class Connection:
     sent: int = 0
     dropped: bool = False
 
-    def drop(self) -> None:
+    def abort(self) -> None:
         self.dropped, self.unread = True, 0
 
     def read(self, count: int) -> None:

@@ -1,31 +1,33 @@
-"""ExcessConnections connections are few, and the newest of them are kept."""
+"""Excess connections are few, and the newest of them are kept."""
 
-from service.server.excess_connections import ExcessConnections
+from service.server.connection_table import ConnectionTable
 
 
 class Connection:
     def __init__(self) -> None:
         self.aborted = False
 
+    def evict(self) -> bool:
+        return False
+
     def abort(self) -> None:
         self.aborted = True
 
 
-def test_the_oldest_is_cut_off() -> None:
+def test_the_oldest_is_aborted() -> None:
     """Beyond the limit, each new connection ends the one that has been open for longest."""
-    excess = ExcessConnections(2)
+    table = ConnectionTable(0, 2)
     connections = [Connection() for _ in range(4)]
-    for connection in connections:
-        excess.add(connection)
+    assert not any(table.admit(connection) for connection in connections)
     assert [True, True, False, False] == [connection.aborted for connection in connections]
 
 
-def test_a_connection_that_is_gone_takes_no_place() -> None:
+def test_a_closed_connection_takes_no_place() -> None:
     """A connection that has ended is not counted, and may be discarded again."""
-    excess = ExcessConnections(1)
+    table = ConnectionTable(0, 1)
     first, second = Connection(), Connection()
-    excess.add(first)
-    excess.discard(first)
-    excess.discard(first)
-    excess.add(second)
+    table.admit(first)
+    table.discard(first)
+    table.discard(first)
+    table.admit(second)
     assert (False, False) == (first.aborted, second.aborted)
