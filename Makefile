@@ -26,7 +26,7 @@ PIP  := $(RUN) -m pip --quiet --disable-pip-version-check
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help serve train setup test test-all nightly fuzz check chaos format docs audit clean
-.PHONY: client-environments clients compat families bench bench-goals bench-faults bench-limit bench-peers bench-gpu bench-train bench-pretraining tune
+.PHONY: client-environments clients compat families bench bench-revisions bench-peers bench-gpu tune
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -89,17 +89,11 @@ audit: ## Look up the known vulnerabilities of every pinned package (needs the i
 bench: $(VENV)/.test ## Measure the service and ONNX Runtime without HTTP: tables, then one JSON line
 	@$(RUN) -m benchmarks.bench $(ARGS)
 
+bench-revisions: $(VENV)/.test ## Compare the speed of this checkout with that of another one: make bench-revisions BEFORE=DIRECTORY
+	@$(RUN) -m benchmarks.revisions "$(BEFORE)" $(ARGS)
+
 families: $(VENV)/.test ## Compare every family with transformers, batched with unbatched, packed with padded
 	@$(RUN) -m benchmarks.families $(ARGS)
-
-bench-goals: $(VENV)/.test ## Measure large requests, all tasks, many bundles, start and memory
-	@$(RUN) -m benchmarks.goals $(ARGS)
-
-bench-faults: $(VENV)/.test ## Overload, kill and stop Quartet and a peer, and send both invalid requests (half an hour)
-	@$(RUN) -m benchmarks.faults.run_faults $(ARGS)
-
-bench-limit: $(VENV)/.test ## Measure this machine's limit, and the share of it that the service reaches
-	@$(RUN) -m benchmarks.limit $(ARGS)
 
 bench-peers: $(VENV)/.test ## Measure Quartet and other servers, each in its own environment (5 GB, most of an hour)
 	@$(RUN) -m benchmarks.compare $(ARGS)
@@ -111,12 +105,6 @@ bench-gpu: ## Measure a GPU's limit, and the share of it that is reached, in its
 	@command -v nvidia-smi > /dev/null || { echo "bench-gpu: no NVIDIA driver here (no nvidia-smi on the PATH)"; exit 1; }
 	@$(MAKE) --no-print-directory VENV=.venv-gpu DEVICE=gpu .venv-gpu/.test
 	@.venv-gpu/bin/python -m benchmarks.gpu $(ARGS)
-
-bench-train: $(VENV)/.test ## Measure steps of pretraining and fine-tuning, compared with transformers (some minutes)
-	@$(RUN) -m benchmarks.training.step_speed $(ARGS)
-
-bench-pretraining: $(VENV)/.test ## Pretrain four families under one budget, and fine-tune each (some hours of one core)
-	@$(RUN) -m benchmarks.training.pretraining $(ARGS)
 
 tune: $(VENV)/.test ## Measure thread settings for BUNDLE on this machine, and print what to set
 	@$(RUN) -m benchmarks.tune $(BUNDLE) $(ARGS)

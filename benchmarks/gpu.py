@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from benchmarks import limit
 from benchmarks.lib import machine, models, rounds, run_record, servers, traffic
+from benchmarks.lib.onnxruntime_baseline import encode, packed_graph
 from service.core import bundle
 from service.core.bundle import Bundle
 from service.core.cuda import CUDA
@@ -39,6 +39,8 @@ TOKENS = 128
 BATCHES = (1, 8, 32, 64, 128)
 PER_REQUEST = 64
 CONNECTIONS = (1, 4, 16)
+PRODUCTS = {"MatMul", "Gemm", "MatMulInteger", "MatMulIntegerToFloat", "QGemm"}
+ATTENTIONS = {"MultiHeadAttention", "PackedMultiHeadAttention"}
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -91,11 +93,11 @@ def measure(
     batches: Sequence[int] = BATCHES,
 ) -> dict:
     """Measure all figures on a provider, each the median of `number` rounds."""
-    (first,) = limit.encode(full, [""])
+    (first,) = encode(full, [""])
     text = repeated(first, TOKENS)
     sessions = {
         precision: Session(
-            full, limit.packed_graph(full, precision), kind, SessionOptions(usable_cores())
+            full, packed_graph(full, precision), kind, SessionOptions(usable_cores())
         )
         for precision in precisions
     }
@@ -111,7 +113,7 @@ def measure(
     found = {}
     for precision in precisions:
         rate = matmul_rate(TYPES[precision], side, kind)
-        flops = limit.flops_per_token(full, precision, [text])
+        flops = flops_per_token(full, precision, [text])
         found[precision] = {
             "matmul_tflops": rate / 1e12,
             "allowed_tokens_per_second": rate / flops,
@@ -119,6 +121,26 @@ def measure(
             "http_texts_per_second": http[precision],
         }
     return {"machine": machine.describe(), "tokens": TOKENS, "precisions": found}
+
+
+def flops_per_token(full: bundle.Bundle, precision: str, encodings: Sequence[Encoding]) -> float:
+    """Return multiplications and additions per token in the layers of the packed graph, for these texts.
+
+    The sum over matrix products and attention; heads add little. A graph may compute less, where no head reads
+    all tokens of the last layer.
+    """
+    model = onnx.load(full.file(packed_graph(full, precision).file), load_external_data=False)
+    shapes = {value.name: value.dims for value in model.graph.initializer}
+    products = [
+        shapes[node.input[1].removesuffix(".wide")]  # which the runtime puts together
+        for node in model.graph.node
+        if node.op_type in PRODUCTS and "encoder.layers" in node.input[1]
+    ]
+    attentions = sum(node.op_type in ATTENTIONS for node in model.graph.node)
+    hidden = min(shape[0] for shape in products)
+    lengths = np.asarray([len(encoding) for encoding in encodings], dtype=float)
+    attended = (lengths**2).sum() / lengths.sum()
+    return sum(2.0 * a * b for a, b in products) + attentions * 4 * hidden * attended
 
 
 def repeated(encoding: Encoding, length: int) -> Encoding:
@@ -154,8 +176,14 @@ def matmul_rate(number: type, side: int, kind: DeviceKind) -> float:
         binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(matrix, kind.name, 0))
     binding.bind_output("c", kind.name)
     binding.synchronize_inputs()  # copies are asynchronous, and a run does not wait for them
-    best = min(limit.timed(lambda: session.run_with_iobinding(binding)) for _ in range(20))
+    best = min(timed(lambda: session.run_with_iobinding(binding)) for _ in range(20))
     return 2 * side**3 / best
+
+
+def timed(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
 
 
 def through_http(

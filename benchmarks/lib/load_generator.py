@@ -7,8 +7,7 @@ import asyncio
 import math
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -301,17 +300,3 @@ async def open_loop(
         cpu_s,
         lasted=warm_s + seconds,
     )
-
-
-@asynccontextmanager
-async def streaming(
-    port: int, requests: Sequence[bytes], rate: float, longest_s: float
-) -> AsyncIterator[None]:
-    """Run an open loop during the block. Its result is discarded, its errors are raised."""
-    stream = asyncio.create_task(open_loop(port, requests, rate, longest_s, warm_s=0.0))
-    try:
-        yield
-    finally:
-        stream.cancel()
-        with suppress(asyncio.CancelledError):
-            await stream

@@ -18,13 +18,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.lib import servers, traffic
+from benchmarks.lib import servers
 from benchmarks.lib.servers import WINDOW, Call, Server
 from export.verify import RunGraph, graph_runner
 from service.core import bundle
 from service.core.encode import Encoder, Encoding
 from service.core.session import keep_freed_memory
-from service.engines.engine import STRIDE
 from service.settings import usable_cores
 
 BATCHES = (1, 8, 32)
@@ -43,22 +42,22 @@ class SessionLayout(NamedTuple):
         return f"{self.sessions} x {self.threads} threads, batches of {self.size}"
 
 
-def server(task: str, precision: str, texts: Sequence[str], scratch: Path) -> Server:
+def server(precision: str, texts: Sequence[str], scratch: Path) -> Server:
     """Return the baseline as one of the servers in the rounds, for the same texts."""
-    file = scratch / f"bare-{task}.json"
+    file = scratch / "bare.json"
     file.write_text(json.dumps(list(texts)))
 
     def command(python: Path, model: Path, port: int) -> list[str]:
-        arguments = [str(model), str(file), "--task", task, "--precision", precision]
+        arguments = [str(model), str(file), "--precision", precision]
         arguments += ["--trial-seconds", str(TRIAL_S), "--port", str(port)]
         return [str(python), "-m", "benchmarks.lib.onnxruntime_baseline", *arguments]
 
     return Server(
-        name=f"bare {task} {precision}" if task != "embed" else f"bare {precision}",
+        name=f"bare {precision}",
         command=command,
         ready=WINDOW,
         prepare=servers.to_bundle,
-        calls={task: Call(WINDOW, lambda _: {}, lambda document: document)},
+        calls={"embed": Call(WINDOW, lambda _: {}, lambda document: document)},
         note="p50 and p99 are of a text at one connection, of a batch at more",
         measures_itself=True,
     )
@@ -68,7 +67,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("texts", type=Path, help="a JSON list")
-    parser.add_argument("--task", default="embed")
     parser.add_argument("--precision", default="fp32")
     parser.add_argument(
         "--trial-seconds", type=float, default=TRIAL_S, help="of each layout, twice"
@@ -77,25 +75,15 @@ def main() -> None:
     options = parser.parse_args()
     full = bundle.load(options.bundle)
     keep_freed_memory()
-    items = encode(full, options.task, json.loads(options.texts.read_text()))
+    items = [(encoding,) for encoding in encode(full, json.loads(options.texts.read_text()))]
     session = Bare(full, options.precision, items, options.trial_seconds)
     print(session.layout, session.trials, flush=True)
     HTTPServer(("127.0.0.1", options.port), make_handler(session)).serve_forever()
 
 
-def encode(full: bundle.Bundle, task: str, texts: Sequence[str]) -> list[Batch]:
-    """Return the windows of each text, for `qa` after a question, as the service encodes them in these benchmarks."""
+def encode(full: bundle.Bundle, texts: Sequence[str]) -> list[Encoding]:
     encoder = Encoder.from_file(full.file("tokenizer.json"), full.manifest.max_length)
-    if task != "qa":
-        return [item.windows for item in encoder.texts(texts)]
-    head = next(head for head in full.manifest.heads.values() if head.task == "qa")
-    encoded = encoder.questions(
-        [traffic.question(text) for text in texts],
-        texts,
-        stride=STRIDE,
-        max_query_tokens=head.max_query_tokens,
-    )
-    return [item.windows for item in encoded]
+    return [item.windows[0] for item in encoder.texts(texts)]
 
 
 class Bare:
@@ -127,19 +115,16 @@ class Bare:
             self.trials[str(layout)] = max(rate, self.trials.get(str(layout), 0.0))
         self.layout = max(layouts, key=lambda layout: self.trials[str(layout)])
 
-    def window(self, connections: int, seconds: float, warm_s: float) -> dict[str, Any]:
-        """Measure a window: inputs of mean length per second, and milliseconds of a batch, or of each single input."""
+    def window(self, connections: int, seconds: float, warm_s: float) -> dict[str, float]:
+        """Measure a window: inputs of mean length per second, and milliseconds of a batch, or of an input."""
         if connections == 1:
             return self.run_single(seconds, warm_s)
         return self.run_batches(self.layout, seconds, warm_s)
 
-    def run_single(self, seconds: float, warm_s: float) -> dict[str, Any]:
+    def run_single(self, seconds: float, warm_s: float) -> dict[str, float]:
         """Run inputs one after the other from the first, like the requests of one connection."""
         (run,) = self.runs[1]
-        part = run_window(run, itertools.cycle(self.items), seconds, warm_s, [])
-        numbers = (part.first + np.arange(len(part.spent))) % len(self.items)
-        each = zip(numbers.tolist(), (1000 * part.spent).tolist(), strict=True)
-        return {**self.figures([part]), "each": [*each]}
+        return self.figures([run_window(run, itertools.cycle(self.items), seconds, warm_s, [])])
 
     def run_batches(self, layout: SessionLayout, seconds: float, warm_s: float) -> dict[str, float]:
         """Run batches in all sessions of a layout."""
@@ -170,13 +155,11 @@ class SessionWindow(NamedTuple):
     tokens: within the window
     spent: seconds of each of its batches
     ran: tokens including those before and after the window
-    first: the number of batches before the window
     """
 
     tokens: int
     spent: np.ndarray
     ran: int
-    first: int
 
 
 def run_window(
@@ -188,7 +171,7 @@ def run_window(
     sessions: int = 1,
 ) -> SessionWindow:
     """Run batches for a window after `warm_s`, and uncounted ones until the other sessions' windows have ended."""
-    counted, spent, elapsed, ran, first = 0, [], 0.0, 0, 0
+    counted, spent, elapsed, ran = 0, [], 0.0, 0
     began = time.perf_counter()
     while len(ended) < sessions:
         batch = next(batches)
@@ -202,9 +185,7 @@ def run_window(
             elapsed += now - before
             if elapsed >= seconds:
                 ended.append(run)
-        elif not spent:
-            first += 1
-    return SessionWindow(counted, np.asarray(spent), ran, first)
+    return SessionWindow(counted, np.asarray(spent), ran)
 
 
 def tokens(batch: Batch) -> int:

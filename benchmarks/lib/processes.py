@@ -43,19 +43,6 @@ def resident_mb(root: int) -> float:
     return _status(root, "VmRSS") / 1024
 
 
-def called(root: int, word: str) -> int:
-    """The first process of a tree that has a word among its arguments. Raises LookupError."""
-    for pid, _ in members(root):
-        with suppress(OSError):
-            if word in Path(f"/proc/{pid}/cmdline").read_text().split("\0"):
-                return pid
-    raise LookupError(f"no process below {root} is called with {word!r}")
-
-
-def threads(root: int) -> int:
-    return _status(root, "Threads")
-
-
 def _status(root: int, name: str) -> int:
     total = 0
     for pid, _ in members(root):

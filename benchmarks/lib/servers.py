@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.lib import environments, models, processes, traffic
+from benchmarks.lib import environments, models, processes
 from benchmarks.lib.environments import PEERS, ROOT, Unavailable
 from service.core import bundle
 from service.core.encode import Encoder
@@ -63,13 +63,13 @@ def unchanged(python: Path, model: Path, scratch: Path) -> Path:
 class Server:
     """command: argv for an interpreter, the prepared model and a port; it listens on 127.0.0.1.
 
-    calls: by task, `embed`, `classify`, `ner` or `qa`; `note` has the reason for a task that is not offered.
+    calls: by task, `embed`, `classify` or `ner`; `note` has the reason for a task that is not offered.
     environment: the peer under `benchmarks/peers` whose interpreter it gets; Quartet's own when None.
     binary: a program that must be on the PATH.
     prepare: from interpreter, checkpoint and scratch folder to the model in this server's format.
-    computes: a word among the arguments of its process that computes, if that is not the first process.
     measures_itself: it gets a load, measures itself and returns the figures
     (`benchmarks.lib.onnxruntime_baseline`).
+    folder: its working directory, which has the code of a Python server.
     """
 
     name: str
@@ -81,8 +81,8 @@ class Server:
     prepare: Callable[[Path, Path, Path], Path] = unchanged
     env: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
-    computes: str = ""
     measures_itself: bool = False
+    folder: Path = ROOT
 
     def python(self) -> Path:
         """Return the interpreter that runs it. Raises Unavailable when a program or package is missing."""
@@ -117,7 +117,7 @@ def serving(
         began = time.perf_counter()
         process = subprocess.Popen(
             server.command(python, form, port),
-            cwd=ROOT,
+            cwd=server.folder,
             env={**os.environ, **shared_env(), **server.env},
             stdin=subprocess.DEVNULL,
             stdout=words,
@@ -299,10 +299,6 @@ def quartet_ner_body(text: str) -> dict[str, Any]:
     return {"inputs": text, "truncate": True, "aggregation_strategy": "simple"}
 
 
-def quartet_qa_body(text: str) -> dict[str, Any]:
-    return {"question": traffic.question(text), "context": text}
-
-
 def inputs_body(text: str) -> dict[str, Any]:
     return {"inputs": text}
 
@@ -355,12 +351,11 @@ FIRST_EMBEDDING = Call("/embed", inputs_body, lambda document: document["embeddi
 # -- the table ------------------------------------------------------------------------------------
 
 
-def quartet(precision: str, others: Sequence[Path] = ()) -> Server:
-    """Return Quartet at a precision. others: further bundles that it serves"""
+def quartet(precision: str) -> Server:
+    """Return Quartet at a precision."""
 
     def command(python: Path, model: Path, port: int) -> list[str]:
-        bundles = map(str, (model, *others))
-        served = [str(python), "-m", "service", *bundles, "--port", str(port)]
+        served = [str(python), "-m", "service", str(model), "--port", str(port)]
         return [*served, "--precision", precision, "--log-format", "json"]
 
     return Server(
@@ -368,7 +363,6 @@ def quartet(precision: str, others: Sequence[Path] = ()) -> Server:
         command=command,
         ready="/health/ready",
         prepare=to_bundle,
-        computes="inference",
         calls={
             "embed": Call("/embed", quartet_body, lambda document: document["embeddings"][0]),
             "classify": Call(
@@ -377,7 +371,6 @@ def quartet(precision: str, others: Sequence[Path] = ()) -> Server:
             "ner": Call(
                 "/ner", quartet_ner_body, lambda document: entities(document["results"][0])
             ),
-            "qa": Call("/qa", quartet_qa_body, lambda document: document["results"][0]),
         },
     )
 
@@ -511,13 +504,6 @@ SERVERS = (
         },
         note="asked with token ids, so it neither tokenizes nor scales to length 1; batches equal lengths only",
     ),
-)
-
-NOOP = Server(
-    "no-op",
-    command=lambda python, _, port: [str(python), "-m", "benchmarks.lib.noop_server", str(port)],
-    calls={},
-    note="answers every request with an error: the cost of the load generator alone",
 )
 
 

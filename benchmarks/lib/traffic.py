@@ -41,11 +41,6 @@ def texts(mix: Mix, count: int = 600, seed: int = 0, source: Path = NEWS) -> lis
     return [" ".join(words[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
 
 
-def question(text: str) -> str:
-    """Return a question about a text, of typical length: its first words."""
-    return f"What is said of {' '.join(text.split()[:6])}?"
-
-
 def running_words(source: Path, count: int, rng: np.random.Generator) -> list[str]:
     if not source.is_file():
         return list(rng.choice(WORDS, size=count))

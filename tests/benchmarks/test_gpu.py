@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu, limit
+from benchmarks import gpu
 from service.core import bundle
 from service.core.cpu import CPU
 from service.core.cuda import CUDA
@@ -25,7 +25,7 @@ def test_without_a_gpu() -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.exclusive
 def test_measure(gpu_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On the CPU, which runs fp32 alone: what it allows, bare sessions and HTTP, all as JSON and as a table."""
@@ -47,6 +47,6 @@ def test_measure(gpu_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 def test_operations_are_those_of_fp32(gpu_bundle: Path) -> None:
     """Both precisions do the same work for a token, whatever their attention is called."""
     opened = bundle.load(gpu_bundle)
-    text = gpu.repeated(limit.encode(opened, [""])[0], gpu.TOKENS)
-    fp16, fp32 = (limit.flops_per_token(opened, p, [text]) for p in ("fp16", "fp32"))
+    text = gpu.repeated(gpu.encode(opened, [""])[0], gpu.TOKENS)
+    fp16, fp32 = (gpu.flops_per_token(opened, p, [text]) for p in ("fp16", "fp32"))
     assert fp16 == fp32 > 0

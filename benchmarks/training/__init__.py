@@ -1,1 +1,0 @@
-"""Benchmarks of training: speed of steps, and families pretrained under one budget."""
