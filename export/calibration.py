@@ -94,9 +94,8 @@ def measure_inputs(model: onnx.ModelProto, windows: Sequence[Window]) -> dict[st
         inputs = [each.name for each in session.get_inputs()]
         for start in range(0, len(ordered), BATCH):
             feeds = packed_feeds(pack(ordered[start : start + BATCH]), inputs)
-            feeds["positions"] = np.zeros(
-                1, np.int64
-            )  # of masks, which no product of the encoder reads
+            # The positions of masks, which no product of the encoder reads.
+            feeds["positions"] = np.zeros(1, np.int64)
             feeds = {name: value for name, value in feeds.items() if name in inputs}
             parts.append(session.run(names, feeds))
     return {

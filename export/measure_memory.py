@@ -63,9 +63,8 @@ def measure_here(opened: Bundle, graph: Graph) -> Memory:
     with_session = read_status("VmRSS")
     with suppress(OSError):
         RESET.write_text("5")
-    with ThreadPoolExecutor(
-        1
-    ) as thread:  # the C library's heap of a thread is not that of the main thread
+    # The C library's heap of a thread is not that of the main thread.
+    with ThreadPoolExecutor(1) as thread:
         batches = thread.submit(measure_batches, opened, session, with_session).result()
     return Memory(opened=round_up(max(with_session - bare, 0), ROUNDING), batches=batches)
 

@@ -26,9 +26,8 @@ from service.core.bundle import Bundle, BundleError, Head, load
 from service.core.cpu import CPU
 from service.core.encode import Encoder, load_tokenizer
 
-SAME_RANK = (
-    0.15  # a pair's rank by cosine and its rank by score, as shares of the file, agree within this
-)
+# A pair's rank by cosine and its rank by score, as shares of the file, agree within this value.
+SAME_RANK = 0.15
 OTHER_RANK = 0.4  # and disagree beyond this
 TITLE = "Samples"  # of the section that this program writes
 NEXT = "Parity"  # the section that follows it

@@ -37,9 +37,8 @@ from service.settings import (
 from service.settings_sources import ConfigError, KeySource, configure, report
 from service.variables import NOT_FLAGS, variable
 
-TELEMETRY_OFF = (
-    "ORT_DISABLE_TELEMETRY"  # of ONNX Runtime; service.core.session sets it to 1 where it is unset
-)
+# The variable of ONNX Runtime; service.core.session sets it to 1 where it is unset.
+TELEMETRY_OFF = "ORT_DISABLE_TELEMETRY"
 
 COMMAND = "quartet-serve"  # of the installed package
 
@@ -93,9 +92,8 @@ def serve(settings: Settings, source: KeySource | None = None) -> None:
         if workers:
             sys.exit(asyncio.run(Processes(settings, listeners, source).run()))
         drop_early()
-        from service.processes.single_process import (
-            serve_alone,  # the main process of several processes does not need it
-        )
+        # The main process of several processes does not need this module.
+        from service.processes.single_process import serve_alone
 
         serve_alone(settings, listeners, source)
     finally:

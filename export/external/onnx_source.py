@@ -61,9 +61,8 @@ POSITIONS_AFTER_PADDING = {
 }
 SAME_POOLING = 0.9999  # cosine of vectors with the same pooling: rounding costs far less, another pooling far more
 
-RawOutputs = Mapping[
-    str, NDArray[Any]
-]  # a graph's own outputs for one input, by name: a batch of one
+# A graph's own outputs for one input, by name: a batch of one.
+RawOutputs = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)

@@ -145,9 +145,8 @@ class _Pruning:
         attention = self.made.get(slots)
         if attention is None or attention.op_type != "MultiHeadAttention" or not sole_reader:
             return None
-        return (
-            attention if len(attention.input) <= 5 else None
-        )  # a sixth input has a row for each query
+        # A sixth input has a row for each query.
+        return attention if len(attention.input) <= 5 else None
 
     def _reshaped(self, name: str) -> str | None:
         """Return the input of the Reshape that computes a value; None for another operator."""

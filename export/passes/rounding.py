@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 LEVELS = 127  # the largest rounded weight
 PAIR = 128  # the largest sum of two neighboring weights of one sign
 TINY = 1e-20  # keeps the scale of a row of zeros above zero
-DAMPING = (
-    0.01  # of the mean square of an input, which limits how much one weight compensates for others
-)
+# Part of the mean square of an input, which limits how much one weight compensates for others.
+DAMPING = 0.01
 BLOCK = 64  # columns that are rounded before later columns are updated
 
 Floats = NDArray[np.float32]

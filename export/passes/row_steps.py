@@ -11,9 +11,8 @@ from export.passes.rounding import TINY
 MOST = 255  # activations are unsigned, because x86 multiplies u8 x s8 fastest
 ZERO_POINTS = (128, 64, 32, 16, 8)  # the first one where no inputs were measured
 OUTLIERS = 4  # channels of an input
-WORTH = (
-    0.85  # of the mean square of the steps; with outliers that leave more, an input stays as it is
-)
+# Part of the mean square of the steps. With outliers that leave more, an input stays as it is.
+WORTH = 0.85
 
 Floats = NDArray[np.float32]
 Channels = NDArray[np.intp]

@@ -54,18 +54,16 @@ ProblemType = Literal["single_label_classification", "multi_label_classification
 PoolingMode = Literal["mean", "cls", "max", "lasttoken", "weightedmean", "mean_sqrt_len_tokens"]
 InputType = Literal["query", "document"]
 OutputDtype = Literal["float", "int8", "uint8", "binary", "ubinary"]
-Ranges = tuple[
-    tuple[float, ...], tuple[float, ...]
-]  # the smallest and the largest number of each dimension
+# The smallest and the largest number of each dimension.
+Ranges = tuple[tuple[float, ...], tuple[float, ...]]
 PROMPT_NAMES = ("query", "document")  # prompts that sentence-transformers always has
 EMBEDDING_FIELDS = (
     *("prompts", "default_prompt", "include_prompt", "input_type"),
     *("matryoshka_dimensions", "quantization_ranges"),
 )
 PER_TOKEN: frozenset[str] = frozenset({"ner", "qa", "late-interaction"})  # one output row per token
-VECTORS: frozenset[str] = frozenset(
-    {"embedding", "late-interaction", "sparse-embedding"}
-)  # tasks whose results are vectors
+# Tasks whose results are vectors.
+VECTORS: frozenset[str] = frozenset({"embedding", "late-interaction", "sparse-embedding"})
 
 MOST_GOLDEN_BYTES = 2**28  # of all arrays, uncompressed
 # In a graph's file: the name of a file with external data, after ONNX's field `external_data`, key "location". The

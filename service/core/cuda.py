@@ -105,9 +105,8 @@ def find_usable_gpu(runtime: ModuleType) -> str:
     Raises NoDeviceError that names a missing library, or the reason why the GPU cannot be used.
     """
     if hasattr(runtime, "preload_dlls"):
-        with redirect_stdout(
-            io.StringIO()
-        ):  # the function prints; the loader below names what is missing
+        # The function prints; the loader below names what is missing.
+        with redirect_stdout(io.StringIO()):
             runtime.preload_dlls()
     library = Path(str(runtime.__file__)).parent / "capi" / "libonnxruntime_providers_cuda.so"
     built_for = getattr(runtime, "cuda_version", "").partition(".")[0]

@@ -340,9 +340,8 @@ class Encoder:
         both = zip(self._tokenize(questions), self._tokenize(contexts, needed), strict=True)
         for index, (question, context) in enumerate(both):
             capacity = self.max_length - self._pair.size
-            asked = question[
-                : min(max_query_tokens, capacity - 1)
-            ]  # leaves one token for the context
+            # One token is left for the context.
+            asked = question[: min(max_query_tokens, capacity - 1)]
             capacity -= len(asked)
             cut_off = len(question) > len(asked) or (truncate is True and len(context) > capacity)
             if truncate is False and (cut_off or len(context) > capacity):

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from service.core.bundle import Head
 from service.core.encode import Window
 
-MOST_MASKS = (
-    32  # rows of a head over the vocabulary for each sequence; limits the memory of a batch
-)
+# Rows of a head over the vocabulary for each sequence. The limit bounds the memory of a batch.
+MOST_MASKS = 32
 # S of a packed graph is a multiple of it. Kernels compute 8 or 16 numbers of a row at a time, and sum a remainder in
 # another order. Without a remainder, a text's attention does not depend on the longest text of its batch. CUDA's
 # memory-efficient attention requires a multiple of 8 for a bias.

@@ -361,9 +361,8 @@ def open_graph(graph: Path | bytes, kind: DeviceKind, options: SessionOptions) -
     # During a run, threads that wait for each other spin, because waking them would take longer. After it they sleep.
     settings.add_session_config_entry("session.force_spinning_stop", str(int(not options.spin)))
     settings.enable_cpu_mem_arena = options.arena or not kind.on_host
-    settings.enable_mem_pattern = (
-        False  # shapes differ from batch to batch: patterns would accumulate
-    )
+    # Shapes differ from batch to batch, so memory patterns would accumulate.
+    settings.enable_mem_pattern = False
     settings.log_severity_level = ERRORS
     others = [] if kind is CPU else [CPU.provider]
     providers = [(kind.provider, kind.options), *others]

@@ -46,9 +46,8 @@ log = structlog.get_logger()
 WARM_UP_S = 0.3
 MASKED_LENGTH = 64  # tokens of the input that measures the cost of mask tokens
 QUEUE_S = 3.0  # seconds of a GPU's work that may wait, where `max_queue_tokens` is unset
-QUEUE_MOST = (
-    2**23
-)  # tokens; upper limit of that queue; a token takes about 50 bytes in all processes together
+# Upper limit of that queue in tokens. A token takes about 50 bytes in all processes together.
+QUEUE_MOST = 2**23
 SCORES = 64  # numbers that attention stores for each pair of slots: 16 heads, 4 arrays
 
 

@@ -31,9 +31,8 @@ class Engines:
         self.alive = device.alive
         self.execute = execute
         self.text_threads = TextThreads()
-        self.expected: list[
-            str
-        ] = []  # ids of models that get requests; a version kept for a rollback is idle
+        # Ids of models that get requests; a version kept for a rollback is idle.
+        self.expected: list[str] = []
         self._device = device
         self._compared = compared
         self._by_id: dict[str, Engine] = {}

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from itertools import accumulate
 
 KEPT_BYTES = 1 << 20  # largest total size of the lines that wait
-ATOMIC_BYTES = (
-    select.PIPE_BUF
-)  # largest size of one write, so that lines of several processes do not mix in a pipe
+# The largest size of one write, so that lines of several processes do not mix in a pipe.
+ATOMIC_BYTES = select.PIPE_BUF
 GATHER_S = 0.05  # time after a write in which lines are collected for the next, because each wake-up costs a request
 CLOSE_S = 1.0
 

@@ -37,9 +37,8 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 STAGES = ("parse", "encode", "queue", "inference", "return", "decode", "serialise")
 REFUSALS = frozenset(kind.code for kind in kinds() if kind.status != InternalError.status)
 FAILURES = frozenset(kind.code for kind in kinds() if kind.status == InternalError.status)
-LATE = frozenset(
-    kind.code for kind in (Overloaded, DeadlineExceeded)
-)  # a short client deadline can cause these
+# A short deadline of the client can cause these errors.
+LATE = frozenset(kind.code for kind in (Overloaded, DeadlineExceeded))
 OUTCOMES = ("failed", "ok")
 ORDERS = ("load", "promote", "roll_back", "unload")
 OK = 200

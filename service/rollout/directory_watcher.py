@@ -89,9 +89,8 @@ class DirectoryWatcher:
         self._root = root.absolute()
         self._manager = manager
         self._last: Look = {}
-        self._known: dict[
-            Path, SeenBundle
-        ] = {}  # the state in which a bundle was loaded or refused
+        # The state in which a bundle was loaded or refused.
+        self._known: dict[Path, SeenBundle] = {}
         self._stuck: dict[Path, object] = {}  # the manager's state at a conflict, by directory
         self._blind = False
 
