@@ -260,7 +260,8 @@ def open_session(
     this machine.
     """
     kinds = usable_kinds(provider)
-    tried = [(kind, graph) for kind in kinds for graph in _candidates(bundle, kind, precision)]
+    graphs_for = bundle.manifest.graphs_for
+    tried = [(kind, graph) for kind in kinds for graph in graphs_for(kind, precision)]
     problems: dict[DeviceKind, str] = {}
     for number, (kind, graph) in enumerate(tried, 1):
         try:
@@ -276,23 +277,14 @@ def open_session(
     raise BundleError(bundle.path, _unfit(bundle, kinds[-1], precision, provider))
 
 
-def _candidates(bundle: Bundle, kind: DeviceKind, precision: str) -> list[Graph]:
-    """Return the graphs that may run on a kind of device, see `Manifest.graphs_for`.
-
-    Raises BundleError for a precision that the bundle lacks.
-    """
-    manifest = bundle.manifest
-    if precision not in ("auto", *manifest.precisions):
-        has = ", ".join(manifest.precisions)
-        raise BundleError(bundle.path, f"it has no {precision} graph, only {has}")
-    return manifest.graphs_for(kind, precision)
-
-
 def _unfit(bundle: Bundle, kind: DeviceKind, precision: str, provider: str) -> str:
-    """Return why no graph can run: the providers of the precision's graphs, and why `auto` skipped a device."""
+    """Return why no graph can run: the other precisions, or the precision's providers and unusable devices."""
+    manifest = bundle.manifest
     if precision == "auto":
-        precision = bundle.manifest.default_precision
-    devices = {g.provider for g in bundle.manifest.graphs if g.precision == precision}
+        precision = manifest.default_precision
+    if precision not in manifest.precisions:
+        return f"it has no {precision} graph, only {', '.join(manifest.precisions)}"
+    devices = {g.provider for g in manifest.graphs if g.precision == precision}
     reason = (
         f"it has no {precision} graph for {kind.provider}, only for {', '.join(sorted(devices))}"
     )
