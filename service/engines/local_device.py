@@ -287,7 +287,7 @@ class LocalDevice:
         self.runs_on[name] = opened.runs_on
         self._runners[name] = opened.runner
         self._gpu_rates[name] = opened.gpu_rate
-        self.batcher.max_queue_tokens = self._queue_limit()
+        self.batcher.admission.max_queue_tokens = self._queue_limit()
         runner = opened.runner
         self.batcher.add_bundle(
             name, opened.estimators, runner.unbatched, opened.area, runner.count_masks
@@ -302,7 +302,7 @@ class LocalDevice:
         await self.batcher.drained(name)
         self.batcher.remove_bundle(name)
         del self.texts[name], self.runs_on[name], self._runners[name], self._gpu_rates[name]
-        self.batcher.max_queue_tokens = self._queue_limit()
+        self.batcher.admission.max_queue_tokens = self._queue_limit()
 
     def _queue_limit(self) -> int:
         """Return the tokens that may wait: the setting, or `QUEUE_S` seconds at the fastest bundle's rate on a GPU."""
@@ -313,7 +313,7 @@ class LocalDevice:
 
     @property
     def max_queue_tokens(self) -> int:
-        return self.batcher.max_queue_tokens
+        return self.batcher.admission.max_queue_tokens
 
     def load(self) -> Load:
         load = self.batcher.load()

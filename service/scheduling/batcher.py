@@ -68,6 +68,7 @@ class Batcher:
         `wide`), and returns one mapping of outputs per window
     observe: called with the statistics of each batch, after its responses are sent
     running: the batches in their threads
+    admission: the check of new requests, with the limit of the queue
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Batcher:
         self._threads = Threads(slots, self._receive)
         budget = Budget(max_batch_tokens, max_batch_size)
         self.planner = Planner(self._queue, budget, slots, wide, max_wait_ms / 1000)
-        self._admission = AdmissionControl(self._queue, self.planner, max_queue_tokens, clock)
+        self.admission = AdmissionControl(self._queue, self.planner, max_queue_tokens, clock)
         self._prefetch = Prefetch(self._queue, self.planner, self._threads)
         self._state: Literal["new", "open", "draining", "failed"] = "new"
         self._stopped = False
@@ -158,15 +159,6 @@ class Batcher:
             self._threads.stop()
 
     @property
-    def max_queue_tokens(self) -> int:
-        """Tokens that may wait."""
-        return self._admission.max_queue_tokens
-
-    @max_queue_tokens.setter
-    def max_queue_tokens(self, tokens: int) -> None:
-        self._admission.max_queue_tokens = tokens
-
-    @property
     def problem(self) -> str:
         """The reason why no request is accepted; empty if requests are accepted."""
         return "" if self._state == "open" else f"the batcher is {self._state}"
@@ -174,7 +166,7 @@ class Batcher:
     def load(self) -> Load:
         """Return the backlog of each flow, and the rate at which all slots drain each model."""
         waiting = {flow: backlog.copy() for flow, backlog in self._queue.waiting.items()}
-        return self._admission.load(waiting, self.problem)
+        return self.admission.load(waiting, self.problem)
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -223,7 +215,7 @@ class Batcher:
         for entry in entries:
             entry.masks = count_masks(entry.window, entry.heads)
         if not entries[0].unbatched:
-            self._admission.check(entries)
+            self.admission.check(entries)
         future = asyncio.get_running_loop().create_future()
         flow_queue = self._queue.flow_queue(entries[0].flow)
         request = QueuedRequest(entries, future, on_outcome, flow_queue=flow_queue)
@@ -265,7 +257,7 @@ class Batcher:
                 self._inbox.popleft()()
             now = self._clock()
             hold_s = self._fill(now)
-            self._admission.observe(now, self._threads.idle)
+            self.admission.observe(now, self._threads.idle)
         except Exception:  # the queue may be inconsistent after any bug
             self._break()
         else:
@@ -310,7 +302,7 @@ class Batcher:
 
         def started() -> None:
             self._prefetch.batch_started(len(batch))
-            self._admission.batch_started(model, running.tokens)
+            self.admission.batch_started(model, running.tokens)
             self.running.add(running)
             # An entry that was cancelled since the prefetch is not scheduled.
             if waiting := [entry for entry in batch if entry.queued]:
