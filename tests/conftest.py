@@ -4,8 +4,10 @@ Torch is imported where a model is made and not before: most tests of the servic
 """
 
 import gc
+import hashlib
 import sys
 import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,19 +79,45 @@ def seed(name: str) -> None:
 
 @dataclass(frozen=True)
 class Traced:
-    """The fp32 graphs of the tiny model: as traced, without masks, and portable."""
+    """The fp32 graphs of the tiny model."""
 
-    trace: "onnx.ModelProto"
     packed: "onnx.ModelProto"
     portable: "onnx.ModelProto"
 
-    def spare(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Let exports of the tiny model use a copy of the trace, for tracing is what takes its time."""
-        monkeypatch.setattr("export.trace_graphs.trace_packed", lambda _: copied(self.trace))
+
+@pytest.fixture(scope="session", autouse=True)
+def _shared_traces(built_once: "BuiltOnce") -> Iterator[None]:
+    """Trace equal models once in a run, if a test module imports the tracer."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if graphs := sys.modules.get("export.trace_graphs"):
+            monkeypatch.setattr(graphs, "_trace", share_traces(graphs._trace, built_once))
+        yield
 
 
-def copied(proto: "onnx.ModelProto") -> "onnx.ModelProto":
-    return type(proto).FromString(proto.SerializeToString())
+def share_traces(trace: Callable[..., "onnx.ModelProto"], built_once: "BuiltOnce") -> Any:
+    """Return a tracer that reads the graph from a file if a worker has traced an equal module."""
+    import onnx
+
+    def shared(module: Any, *arguments: Any) -> onnx.ModelProto:
+        def build(path: Path) -> None:
+            onnx.save(trace(module, *arguments), path)
+
+        return onnx.load(built_once(f"traces/{hash_module(module)}", build))
+
+    return shared
+
+
+def hash_module(module: Any) -> str:
+    """Return a hash of a module's structure, numbers and tensors."""
+    digest = hashlib.sha256()
+    for name, part in module.named_modules():
+        kept = {k: v for k, v in vars(part).items() if isinstance(v, int | float | str | tuple)}
+        described = (getattr(part, "config", None), getattr(part, "described", None))
+        digest.update(repr((name, type(part), kept, described)).encode())
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
+        digest.update(tensor.detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 @pytest.fixture(scope="session")
@@ -101,31 +129,24 @@ def tiny_checkpoint(built_once: "BuiltOnce") -> Path:
 
 
 @pytest.fixture(scope="session")
-def traced(tiny_checkpoint: Path, built_once: "BuiltOnce") -> Traced:
+def traced(tiny_checkpoint: Path) -> Traced:
     """The tiny model's graphs."""
-    import onnx
     import torch
 
     from export import trace_graphs
-    from export.passes.mask_free_attention import drop_masks
     from export.passes.portable import make_portable
     from model.checkpoints.reader import load_model
 
     torch.set_num_threads(1)  # models this small are slowed by a second thread
-
-    def build(path: Path) -> None:
-        onnx.save(trace_graphs.trace_packed(load_model(tiny_checkpoint)), path)
-
-    trace = onnx.load(built_once("graphs/tiny.onnx", build))
-    packed = copied(trace)
-    drop_masks(packed)
-    return Traced(trace, packed, make_portable(trace))
+    model = load_model(tiny_checkpoint)
+    portable = make_portable(trace_graphs.trace_packed(model))
+    return Traced(trace_graphs.export_packed(model), portable)
 
 
 @pytest.fixture(scope="session")
-def tiny_bundle(request: pytest.FixtureRequest, built_once: "BuiltOnce") -> Path:
+def tiny_bundle(tiny_checkpoint: Path, built_once: "BuiltOnce") -> Path:
     """The tiny model as a full bundle, tiny@1: fp32 and int8, of which fp32 is the default."""
-    return built_once("bundles/tiny", lambda path: export_tiny(request, path))
+    return built_once("bundles/tiny", lambda path: run_export(tiny_checkpoint, path))
 
 
 @pytest.fixture(scope="session")
@@ -155,10 +176,10 @@ def tasks_bundle(built_once: "BuiltOnce") -> Path:
 
 
 @pytest.fixture(scope="session")
-def gpu_bundle(request: pytest.FixtureRequest, built_once: "BuiltOnce") -> Path:
+def gpu_bundle(tiny_checkpoint: Path, built_once: "BuiltOnce") -> Path:
     """The tiny model with a graph for CUDA, gpu@1: fp32, which is the default, and fp16."""
     flags = ("--precision", "fp32", "fp16")
-    return built_once("bundles/gpu", lambda path: export_tiny(request, path, *flags))
+    return built_once("bundles/gpu", lambda path: run_export(tiny_checkpoint, path, *flags))
 
 
 @pytest.fixture(scope="session")
@@ -183,14 +204,6 @@ def mini_bundle() -> Path:
     if not path.is_dir():
         pytest.skip(f"{path.relative_to(ROOT)} is not in this checkout")
     return path
-
-
-def export_tiny(request: pytest.FixtureRequest, path: Path, *flags: str) -> None:
-    """Export the tiny model; only the worker that builds a bundle asks for its graphs."""
-    checkpoint = request.getfixturevalue("tiny_checkpoint")
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        request.getfixturevalue("traced").spare(monkeypatch)
-        run_export(checkpoint, path, *flags)
 
 
 def run_export(checkpoint: Path, path: Path, *flags: str) -> None:

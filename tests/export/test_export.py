@@ -27,7 +27,6 @@ from service.core.bundle import Head
 from service.core.encode import Encoder
 from service.core.session import RUNTIME, SessionOptions, open_session
 from tests import samples
-from tests.conftest import Traced
 from tests.tiny import HEADS
 
 pytestmark = pytest.mark.usefixtures("scratch")
@@ -67,11 +66,6 @@ used_for = "nothing"
 key = "conll2003"
 used_for = "nothing either"
 """
-
-
-@pytest.fixture(autouse=True)
-def _no_tracing(traced: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
-    traced.spare(monkeypatch)
 
 
 def export(checkpoint: Path, out: Path, *flags: str | Path) -> int:
@@ -177,12 +171,6 @@ def test_exact_only(tiny_checkpoint: Path, out: Path) -> None:
     assert FULL - {"int8.onnx"} == files(out)
 
 
-@pytest.fixture
-def half_traced(gpu_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let exports with an fp16 graph take the one that has been traced."""
-    monkeypatch.setattr(trace_graphs, "export_cuda", lambda _: onnx.load(gpu_bundle / "fp16.onnx"))
-
-
 def test_half(gpu_bundle: Path) -> None:
     """Asked for fp16 too, a bundle holds CUDA's graph with weights of its own, and what the goldens allow it."""
     manifest = bundle.load(gpu_bundle).manifest
@@ -195,7 +183,6 @@ def test_half(gpu_bundle: Path) -> None:
     assert "GPU" in card
 
 
-@pytest.mark.usefixtures("half_traced")
 def test_half_is_never_the_default(
     tiny_checkpoint: Path, out: Path, tmp_path: Path, decided: dict[str, str]
 ) -> None:
@@ -574,7 +561,6 @@ def test_portable_parity_failure(
     assert_refused(status, "fp32 portable: head sentiment differs from PyTorch by ", out, capsys)
 
 
-@pytest.mark.usefixtures("half_traced")
 def test_half_parity_failure(
     tiny_checkpoint: Path,
     out: Path,

@@ -17,16 +17,10 @@ from service.core import bundle
 from service.core.bundle import Head
 from service.core.encode import Encoder
 from tests import samples
-from tests.conftest import Traced
 
 GRAPHS = ("fp32.onnx", "int8.onnx")
 
 pytestmark = pytest.mark.usefixtures("scratch")
-
-
-@pytest.fixture(autouse=True)
-def _no_tracing(traced: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
-    traced.spare(monkeypatch)
 
 
 def make_request(checkpoint: Path, out: Path, **fields: object) -> pipeline.ExportRequest:
