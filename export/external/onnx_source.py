@@ -28,8 +28,7 @@ from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.json_files import read_json
 from model.checkpoints.sentence_config import SENTENCE, is_multi_vector, read_module_list
 from model.checkpoints.source import read_declared_length, read_modules, read_tokenizer
-from model.checkpoints.tokenizer_files import check_rows
-from model.checkpoints.tokenizer_settings import MAX_LENGTH
+from model.checkpoints.tokenizer_files import MAX_LENGTH, check_rows
 from model.families.spec import SUFFIXES
 from service.core.bundle import Head, PoolingMode, Task, cosine
 from service.core.cpu import CPU

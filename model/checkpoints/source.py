@@ -48,8 +48,12 @@ from model.checkpoints.sentence_config import (
     read_router,
     read_sentence_config,
 )
-from model.checkpoints.tokenizer_files import check_rows, write_tokenizer
-from model.checkpoints.tokenizer_settings import MAX_LENGTH, read_model_max_length
+from model.checkpoints.tokenizer_files import (
+    MAX_LENGTH,
+    check_rows,
+    read_model_max_length,
+    write_tokenizer,
+)
 from model.heads import EncoderWithHeads, SentenceEmbedding, TokenEmbedding
 from service.core.bundle import PROMPT_NAMES, Head, Task
 

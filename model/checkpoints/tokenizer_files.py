@@ -1,47 +1,41 @@
-"""A checkpoint's tokenizer: the one that transformers' AutoTokenizer builds from the same files.
+"""A checkpoint's tokenizer: the one that transformers' AutoTokenizer builds, as a `tokenizers.Tokenizer`.
 
-Files are `tokenizer.json`, or older ones (`vocab.txt`; `vocab.json` with `merges.txt`), and the settings next to them.
-Which class reads them is in `config.json` and `tokenizer_config.json`. SentencePiece models are refused.
+transformers is imported where a tokenizer is read, since that takes a second. It runs no code of a checkpoint and
+reaches no network. What only Python code of a tokenizer class does is refused.
 """
 
-import base64
 import json
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Encoding, Tokenizer, models
+from tokenizers import Encoding, Tokenizer, models
 
 from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.json_files import read_object, read_optional_object
 from model.checkpoints.settings_table import shown
-from model.checkpoints.tokenizer_classes import (
-    ALWAYS_AS_SAVED,
-    AS_SAVED,
-    CLASSES,
-    MODEL_TYPES,
-    Parts,
-    Token,
-    TokenizerClass,
-    canonical,
-)
-from model.checkpoints.tokenizer_settings import (
-    NAMED,
-    TokenizerSettings,
-    read_settings,
-)
 from model.checkpoints.tokenizer_tables import TOKENIZER_CONFIG, TOKENIZER_JSON
 from service.core.encode import load_tokenizer
 
 SAVED = "tokenizer.json"
 SAVE = "load it with transformers' AutoTokenizer and write it with save_pretrained to get tokenizer.json"
-OTHER_FILES = ("tokenizer.model", "tiktoken.model", "tekken.json")  # win over vocab.txt there
+VOCABULARIES = (
+    *(SAVED, "vocab.txt", "vocab.json", "tokenizer.model", "spm.model"),
+    *("sentencepiece.bpe.model", "spiece.model"),
+)
 PROBE = "a \u2603\U0010fffe"  # a letter, and characters that no vocabulary has
+SWITCHES = {
+    *("do_lower_case", "strip_accents", "tokenize_chinese_chars", "keep_accents"),
+    *("split_by_punct", "add_prefix_space", "trim_offsets"),
+}
+MAX_LENGTH = 1_000_000  # tokens; files write "no limit" as a larger number
 
 
 def has_tokenizer(folder: Path) -> bool:
     """Return whether a directory has a file that `read_tokenizer` takes a vocabulary from."""
-    return any((folder / name).is_file() for name in (SAVED, "vocab.txt", "vocab.json"))
+    return any((folder / name).is_file() for name in VOCABULARIES)
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
@@ -50,23 +44,16 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     Token types of its template are those that the model gets: all 0 where `model_input_names` has no token_type_ids,
     or where the model has one type only. Raises CheckpointError, one line with file, setting and value.
     """
+    loaded = _load(folder)
+    tokenizer = Tokenizer.from_str(loaded.backend_tokenizer.to_str())
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    _check_ids(folder, tokenizer)
     path = folder / SAVED
-    try:
-        config = read_optional_object(folder / "config.json")
-        saved = read_object(path) if path.is_file() else None
-        parsed = load_tokenizer(path) if saved is not None else None
-        settings = read_settings(folder, saved)
-        kind = _class_of(folder, config, settings)
-        _check_side(path, saved, settings)
-        tokenizer = _build(folder, kind, settings, saved, parsed)
-        _check_ids(settings, tokenizer)
-        _check_template(path if saved is not None else folder, tokenizer)
-        if not _has_segments(kind, config, settings):
-            _drop_segments(tokenizer)
-    except CheckpointError:
-        raise
-    except ValueError as error:  # of `load_tokenizer`, which names the file
-        raise CheckpointError(" ".join(str(error).split())) from None
+    _check_template(path if path.is_file() else folder, tokenizer)
+    types = read_optional_object(folder / "config.json").get("type_vocab_size", 2)
+    if "token_type_ids" not in loaded.model_input_names or (isinstance(types, int) and types < 2):
+        _drop_segments(tokenizer)
     return tokenizer
 
 
@@ -82,13 +69,8 @@ def read_mask_token(folder: Path) -> str:
 
 def read_special_token(folder: Path, name: str) -> str | None:
     """Return the token that transformers' AutoTokenizer has as `name`, such as "mask_token"; None if it has none."""
-    path = folder / SAVED
-    settings = read_settings(folder, read_object(path) if path.is_file() else None)
-    kind = _class_of(folder, read_optional_object(folder / "config.json"), settings)
-    defaults = kind.named if kind else {}
-    named = _named(settings, defaults, kind.wrap if kind else None)  # without defaults not called
-    token = named.get(name)
-    return token.content if isinstance(token, AddedToken) else token
+    token: str | None = _load(folder).special_tokens_map.get(name)
+    return token
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer, output: Path) -> Path:
@@ -112,213 +94,156 @@ def check_rows(folder: Path, tokenizer: Tokenizer, rows: int) -> None:
         )
 
 
-# -- which class --------------------------------------------------------------------------------------------------
-
-
-def _class_of(
-    folder: Path, config: Mapping[str, Any], settings: TokenizerSettings
-) -> TokenizerClass | None:
-    """Return the class that reads the tokenizer; None for `tokenizer.json` as it is."""
-    model_type = config.get("model_type", "bert")
+def read_model_max_length(folder: Path) -> int | None:
+    """Return `model_max_length` in tokens, None for no limit. Raises CheckpointError for a value that is no number."""
     path = folder / TOKENIZER_CONFIG.file
-    declared = settings.values.get("tokenizer_class")
-    if declared is None and config.get("tokenizer_class") is not None:
-        path, declared = folder / "config.json", config["tokenizer_class"]
-    if declared is not None and (not isinstance(declared, str) or not declared):
-        raise CheckpointError(f"{path}: tokenizer_class = {shown(declared)} is not a name")
-    if isinstance(model_type, str) and model_type in ALWAYS_AS_SAVED:
-        name: str | None = AS_SAVED
-    elif declared is not None:
-        name = canonical(declared)
-    else:
-        name = MODEL_TYPES.get(model_type) if isinstance(model_type, str) else None
-    if name is None:
-        known = ", ".join([*CLASSES, AS_SAVED])
-        what = f"tokenizer_class = {shown(declared)} is not supported"
-        if declared is None:
-            what = f"tokenizer_class is missing, and not known for model_type {shown(model_type)}"
+    values = read_optional_object(path)
+    name = next((name for name in ("model_max_length", "max_len") if name in values), None)
+    value = None if name is None else values[name]
+    if value is None:
+        return None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not (value > MAX_LENGTH or (value >= 1 and value == int(value))):
         raise CheckpointError(
-            f"{path}: {what}; set {AS_SAVED} if tokenizer.json alone is right (known are {known})"
+            f"{path}: {name} = {shown(value)} is not a whole number of tokens; set a number"
         )
-    return CLASSES.get(name)
+    return None if value > MAX_LENGTH else int(value)
 
 
-# -- building -----------------------------------------------------------------------------------------------------
+# -- loading ----------------------------------------------------------------------------------------------------------
 
 
-def _build(
-    folder: Path,
-    kind: TokenizerClass | None,
-    settings: TokenizerSettings,
-    saved: Mapping[str, Any] | None,
-    parsed: Tokenizer | None,
-) -> Tokenizer:
-    if kind is None:
-        if parsed is None or saved is None:
-            raise CheckpointError(f"{folder}: {AS_SAVED} needs {SAVED}, which is missing; {SAVE}")
-        padding = saved.get("padding")
-        if "pad_token" not in settings.values and isinstance(padding, dict):
-            settings.values["pad_token"] = padding.get("pad_token")
-            settings.paths["pad_token"] = folder / SAVED
-        named = _named(settings, {}, _as_it_is)
-        _add_tokens(parsed, settings, named, settings.extra(()))
-        return parsed
-    parts = _parts(folder, kind, settings, saved, parsed)
-    for name in kind.frame_tokens:
-        if parts.named[name] is None:
-            raise settings.refuse(name, f"a token, which {kind.name} needs")
+def _load(folder: Path) -> Any:
+    """Return transformers' tokenizer of a directory. Raises CheckpointError."""
+    if not has_tokenizer(folder):
+        raise CheckpointError(
+            f"{folder} has neither {SAVED} nor vocab.txt, vocab.json or a SentencePiece model"
+        )
+    _check_settings(folder)
+    config = read_optional_object(folder / "config.json")
+    settings = read_optional_object(folder / TOKENIZER_CONFIG.file)
+    kind = settings.get("tokenizer_class") or config.get("tokenizer_class")
+    kind = kind or f"the tokenizer of model_type {shown(config.get('model_type'))}"
+    with _quiet():
+        from transformers import AutoTokenizer
+
+        with _refusing(f"{folder}: {kind} cannot be read"):
+            loaded = AutoTokenizer.from_pretrained(
+                str(folder),
+                config=_config(folder, config),
+                use_fast=True,
+                local_files_only=True,
+                trust_remote_code=False,
+            )
+    if not loaded.is_fast:
+        raise CheckpointError(f"{folder}: {kind} is Python code, which cannot be served; {SAVE}")
+    path = folder / SAVED
+    if path.is_file():
+        saved, model = read_object(path)["model"].get("type"), type(loaded.backend_tokenizer.model)
+        if saved and saved != model.__name__:
+            raise CheckpointError(
+                f"{path}: model.type = {saved!r}, and {kind} reads {model.__name__}; "
+                "set tokenizer_class to PreTrainedTokenizerFast in tokenizer_config.json if the file is right"
+            )
+    return loaded
+
+
+def _config(folder: Path, config: Mapping[str, Any]) -> Any:
+    """Return a configuration with the tokenizer's class where transformers does not know the model type; else None."""
+    from transformers import PretrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    if config.get("model_type") in CONFIG_MAPPING_NAMES:
+        return None
+    declared = config.get("tokenizer_class")
+    if declared is None and "model_type" not in config:
+        declared = "BertTokenizer"
+    return PretrainedConfig(tokenizer_class=declared) if declared else None
+
+
+@contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    """Raise a CheckpointError for any error, including a panic of the library's Rust code."""
     try:
-        tokenizer = kind.build(parts)
-        _add_tokens(tokenizer, settings, parts.named, settings.extra(kind.extra))
-        kind.frame(tokenizer, parts)
-    except CheckpointError:
+        yield
+    except (KeyboardInterrupt, SystemExit):
         raise
-    except Exception as error:  # the library has no narrower one
-        where = folder / SAVED if saved is not None else folder
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{where}: {kind.name} cannot be built: {reason}") from None
-    return tokenizer
+    except BaseException as error:
+        raise CheckpointError(f"{what}: {' '.join(str(error).split())}") from None
 
 
-def _named(
-    settings: TokenizerSettings, defaults: Mapping[str, str], wrap: Any
-) -> dict[str, Token | None]:
-    """Return special tokens by name, in the order in which missing ones are added to the vocabulary."""
-    named: dict[str, Token | None] = {}
-    for name in NAMED:
-        if name in settings.values or name in defaults:
-            value = settings.token(name) if name in settings.values else defaults[name]
-            known = name in defaults and isinstance(value, str)
-            named[name] = wrap(name, value) if known else value
-    return {**named, **settings.other_named()}
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Suppress what transformers logs, since our errors name what is wrong."""
+    from transformers.utils import logging
 
-
-def _as_it_is(_: str, token: Token) -> Token:
-    return token
-
-
-def _parts(
-    folder: Path,
-    kind: TokenizerClass,
-    settings: TokenizerSettings,
-    saved: Mapping[str, Any] | None,
-    parsed: Tokenizer | None,
-) -> Parts:
-    named = _named(settings, kind.named, kind.wrap)
-    if saved is None or parsed is None:
-        vocabulary, merges = _older_files(folder, kind)
-        return Parts(vocabulary, merges, None, None, settings, named)
-    model = type(parsed.model).__name__
-    if model != kind.model:
-        raise CheckpointError(
-            f"{folder / SAVED}: model.type = {model!r}, and {kind.name} reads {kind.model}; "
-            f"set tokenizer_class to {AS_SAVED} in tokenizer_config.json if the file is right"
-        )
-    vocabulary = saved["model"]["vocab"]
-    if kind.model == "Unigram":
-        vocabulary = [(piece, score) for piece, score in vocabulary]
-    merges = [
-        (*merge.split(" "),) if isinstance(merge, str) else (*merge,)
-        for merge in saved["model"].get("merges", [])
-    ]
-    frame = parsed.post_processor
-    return Parts(vocabulary, merges, _charsmap(saved), frame, settings, named)
-
-
-def _charsmap(saved: Mapping[str, Any]) -> bytes | None:
-    """Return the first precompiled normalization, alone or in a sequence."""
-    normalizer = saved.get("normalizer") or {}
-    steps = normalizer["normalizers"] if normalizer.get("type") == "Sequence" else [normalizer]
-    for step in steps:
-        if step.get("type") == "Precompiled":
-            return base64.b64decode(step["precompiled_charsmap"])
-    return None
-
-
-def _older_files(folder: Path, kind: TokenizerClass) -> tuple[Any, list[tuple[str, str]]]:
-    """Read the vocabulary, and merges if any, of a directory without `tokenizer.json`."""
-    other = [name for name in OTHER_FILES if (folder / name).is_file()]
-    missing = [name for name in kind.files if not (folder / name).is_file()]
-    if other:
-        raise CheckpointError(f"{folder / other[0]} is not supported; {SAVE}")
-    if not kind.files:
-        raise CheckpointError(
-            f"{folder}: {kind.name} needs {SAVED}, which is missing (SentencePiece models are not "
-            f"read); {SAVE}"
-        )
-    if missing:
-        raise CheckpointError(
-            f"{folder} has neither {SAVED} nor {' with '.join(kind.files)}, which {kind.name} needs"
-        )
-    paths = [str(folder / name) for name in kind.files]
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
     try:
-        if kind.model == "WordPiece":
-            return models.WordPiece.read_file(*paths), []
-        vocabulary, merges = models.BPE.read_file(*paths)
-        return vocabulary, merges
-    except Exception as error:  # the library has no narrower one
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{' with '.join(paths)} cannot be read: {reason}") from None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(before)
 
 
-def _add_tokens(
-    tokenizer: Tokenizer,
-    settings: TokenizerSettings,
-    named: Mapping[str, Token | None],
-    extra: list[Token],
-) -> None:
-    """Add declared tokens in the order of their ids, then special tokens that are not among them."""
-    present = tokenizer.get_added_tokens_decoder().values()
-    known = {repr(token) for token in present}
-    new: list[Token] = [
-        token for _, token in sorted(settings.added.items()) if repr(token) not in known
-    ]
-    contents = {token.content for token in present} | {str(token) for token in new}
-    special = [token for token in named.values() if token is not None]
-    for token in [*special, *extra]:
-        if str(token) not in contents and token not in new:
-            new.append(token)
-    spellings = {str(token) for token in special}
-    tokenizer.add_tokens([_as_added(token, spellings) for token in new])
+def _check_settings(folder: Path) -> None:
+    """Raise CheckpointError for a setting that is refused, and for a `tokenizer.json` that cannot be read."""
+    path = folder / TOKENIZER_CONFIG.file
+    values = read_optional_object(path)
+    mapped = values.get("auto_map")
+    if isinstance(mapped, dict):  # code for other parts of a model is of no interest here
+        values = {**values, "auto_map": mapped.get("AutoTokenizer") or {}}
+    TOKENIZER_CONFIG.check(path, values)
+    for name in SWITCHES & values.keys():
+        if not isinstance(values[name], bool | None):
+            raise CheckpointError(f"{path}: {name} = {shown(values[name])} is not true or false")
+    saved = folder / SAVED
+    if saved.is_file():
+        truncation = read_object(saved).get("truncation")
+        if isinstance(truncation, dict) and "truncation_side" not in values:
+            side = str(truncation.get("direction", "right")).lower()
+            TOKENIZER_JSON.check(saved, {"truncation.direction": side})
+        try:
+            load_tokenizer(saved)
+        except ValueError as error:  # which names the file
+            raise CheckpointError(" ".join(str(error).split())) from None
 
 
-def _as_added(token: Token, special: set[str]) -> AddedToken:
-    if isinstance(token, str):
-        return AddedToken(token, special=True)
-    if token.content in special:
-        token.special = True  # and `normalized` stays as it is
-    return token
+# -- checks -----------------------------------------------------------------------------------------------------------
 
 
-# -- checks -------------------------------------------------------------------------------------------------------
-
-
-def _check_side(path: Path, saved: Mapping[str, Any] | None, settings: TokenizerSettings) -> None:
-    """Refuse truncation of the beginning; `truncation_side` wins over `tokenizer.json`."""
-    truncation = (saved or {}).get("truncation")
-    if isinstance(truncation, dict) and "truncation_side" not in settings.values:
-        side = str(truncation.get("direction", "right")).lower()
-        TOKENIZER_JSON.check(path, {"truncation.direction": side})
-
-
-def _check_ids(settings: TokenizerSettings, tokenizer: Tokenizer) -> None:
+def _check_ids(folder: Path, tokenizer: Tokenizer) -> None:
     """Refuse a declared id that transformers does not follow: the model may have been trained with either."""
-    for index, token in settings.added.items():
-        found = tokenizer.token_to_id(token.content)
+    for path, index, token in _declared(folder):
+        found = tokenizer.token_to_id(token)
         if found != index:
             raise CheckpointError(
-                f"{settings.sources[index]}: token {shown(token.content)} has id {index}, and {found} "
+                f"{path}: token {shown(token)} has id {index}, and {found} "
                 "in transformers: give it the id that the model was trained with"
             )
 
 
+def _declared(folder: Path) -> Iterator[tuple[Path, int, str]]:
+    """Yield each added token with the id and the file that declares it; `added_tokens_decoder` replaces all others."""
+    path = folder / TOKENIZER_CONFIG.file
+    decoder = read_optional_object(path).get("added_tokens_decoder")
+    if isinstance(decoder, dict):
+        yield from ((path, int(key), token["content"]) for key, token in decoder.items())
+        return
+    path = folder / "added_tokens.json"
+    for token, index in read_optional_object(path).items():
+        yield path, index, token
+    path = folder / SAVED
+    if path.is_file():
+        for entry in read_object(path).get("added_tokens", []):
+            yield path, entry["id"], entry["content"]
+
+
 def _check_template(path: Path, tokenizer: Tokenizer) -> None:
     """Refuse a tokenizer that fails on some text, or that puts no special tokens around texts."""
-    try:
+    with _refusing(f"{path}: the tokenizer fails on a text"):
         found = [tokenizer.encode("a"), tokenizer.encode("a", "a"), tokenizer.encode(PROBE)]
-    except Exception as error:  # the library has no narrower one
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{path}: the tokenizer fails on a text: {reason}") from None
     for encoding, texts in zip(found, (1, 2, 1), strict=True):
         if not any(encoding.special_tokens_mask):
             raise CheckpointError(
@@ -335,15 +260,6 @@ def _texts(encoding: Encoding) -> int:
 
 
 # -- token types --------------------------------------------------------------------------------------------------
-
-
-def _has_segments(
-    kind: TokenizerClass | None, config: Mapping[str, Any], settings: TokenizerSettings
-) -> bool:
-    default = ["token_type_ids"] if kind is not None and kind.segments else []
-    types = config.get("type_vocab_size", 2)
-    one_type = isinstance(types, int) and types < 2
-    return "token_type_ids" in settings.names("model_input_names", default) and not one_type
 
 
 def _drop_segments(tokenizer: Tokenizer) -> None:

@@ -179,4 +179,4 @@ def test_no_masked_lm(
 
     writer.save_pretraining(tmp_path, Pretraining(shape()), tokenizer_file)
     (tmp_path / "tokenizer.json").unlink()
-    assert "needs tokenizer.json, which is missing" in refusal(monkeypatch, capsys, *arguments)
+    assert "has neither tokenizer.json nor vocab.txt" in refusal(monkeypatch, capsys, *arguments)
