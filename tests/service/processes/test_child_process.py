@@ -1,4 +1,4 @@
-"""Children get their brief and no secrets, and one of them may start before there are settings."""
+"""Children get their start-up config and no secrets, and one of them may start before there are settings."""
 
 import asyncio
 import json
@@ -17,15 +17,15 @@ import pytest
 from service.processes import child_process
 from service.processes.child_process import ChildProcess
 
-# Stands in for child_main: sends its role, its variables and the length of its brief to the control channel, and ends.
+# Stands in for child_main: sends its role, its variables and the length of its config to the control channel, and ends.
 SCRIPT = """
 import json, os, socket, sys, time
 role, parent, control, *listeners = sys.argv[-ARGUMENTS:]
 time.sleep(PAUSE)
-told = sys.stdin.buffer.read()
+config = sys.stdin.buffer.read()
 names = sorted(name for name in os.environ if name.startswith("QUARTET_"))
 open_to = [socket.socket(fileno=int(number)).getsockname()[1] for number in listeners]
-found = {"role": role, "parent": int(parent), "names": names, "brief": len(told), "ports": open_to}
+found = {"role": role, "parent": int(parent), "names": names, "config": len(config), "ports": open_to}
 socket.socket(fileno=int(control)).sendall(json.dumps(found).encode())
 sys.exit(7)
 """
@@ -44,17 +44,17 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, arguments: int = 3, pause: float =
     monkeypatch.setattr(child_process, "child_python", lambda: command)
 
 
-async def finish(process: ChildProcess, brief: bytes) -> tuple[int, dict[str, object]]:
-    await process.send_config(brief)
+async def finish(process: ChildProcess, config: bytes) -> tuple[int, dict[str, object]]:
+    await process.send_config(config)
     status = await asyncio.wait_for(process.wait(), 20)
     with process.control as control:
         return status, json.loads(control.recv(1 << 16))
 
 
-async def test_a_child_has_its_brief_and_listeners_and_no_secrets(
+async def test_a_child_has_its_config_and_listeners_and_no_secrets(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A brief longer than a pipe holds is given while the child does not read yet."""
+    """A config longer than a pipe holds is sent while the child does not read yet."""
     monkeypatch.setenv("QUARTET_API_KEY", "secret")
     monkeypatch.setenv("quartet_keys", "secret")
     monkeypatch.setenv("QUARTET_LOG_LEVEL", "info")
@@ -68,13 +68,13 @@ async def test_a_child_has_its_brief_and_listeners_and_no_secrets(
         "role": "http",
         "parent": os.getpid(),
         "names": ["QUARTET_LOG_LEVEL"],
-        "brief": 1_000_000,
+        "config": 1_000_000,
         "ports": [port],
     }
 
 
 async def test_the_end_of_a_child_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal is a negative status. A child that has ended takes a brief and a further signal without an error."""
+    """A signal is a negative status. A child that has ended takes a config and a further signal without an error."""
     stand_in(monkeypatch, pause=30)
     process = ChildProcess("inference")
     waiting = asyncio.create_task(process.wait())
@@ -96,8 +96,8 @@ async def test_the_inference_process_starts_early_once(monkeypatch: pytest.Monke
     again = child_process.start("inference", [])
     assert early.pid not in (frontend.pid, again.pid)
     for process, role in ((early, "inference"), (frontend, "http"), (again, "inference")):
-        status, found = await finish(process, b"brief")
-        assert (status, found["role"], found["brief"]) == (7, role, 5)
+        status, found = await finish(process, b"config")
+        assert (status, found["role"], found["config"]) == (7, role, 6)
 
 
 def no_process(arguments: Sequence[str]) -> bool:
@@ -124,7 +124,7 @@ async def test_an_unused_early_process_is_ended(monkeypatch: pytest.MonkeyPatch)
     assert not child_process._early
 
 
-def test_a_child_without_a_brief_ends_in_silence() -> None:
+def test_a_child_without_a_config_ends_in_silence() -> None:
     """The main process ended before it had read its settings, and has said why itself."""
     ours, control = socket.socketpair()
     with ours, control:

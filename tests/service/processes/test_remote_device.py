@@ -139,14 +139,14 @@ class Pair:
         self.subscriber = FakeSubscriber()
         self.following = asyncio.create_task(self.remote.follow(self.subscriber))
         ours, end = socket.socketpair()
-        self.link = ChildControl(ours, lambda report: None)
+        self.control = ChildControl(ours, lambda report: None)
         self.peers = HttpPeers(self.device, self.manager, self.metrics)  # type: ignore[arg-type]
         self.serving = asyncio.create_task(serve(self.peers, ControlChannel(end)))
-        self.telling = asyncio.create_task(self.peers.report_load())
+        self.reporting = asyncio.create_task(self.peers.report_load())
 
     async def connect(self) -> None:
         ours, theirs = socket.socketpair()
-        self.link.send(PEER, theirs)
+        self.control.send(PEER, theirs)
         theirs.close()
         await self.remote.connect(ours)
         await until(lambda: self.remote.load().ready)
@@ -167,11 +167,11 @@ async def pair() -> AsyncIterator[Pair]:
     finally:
         if made.remote._peer is not None:
             made.remote._peer.close()
-        made.link.close()
+        made.control.close()
         await asyncio.wait_for(made.serving, 30)
-        made.telling.cancel()
+        made.reporting.cancel()
         with suppress(asyncio.CancelledError):
-            await made.telling
+            await made.reporting
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -196,8 +196,8 @@ async def test_outcomes_come_back_in_order() -> None:
         )
 
 
-async def test_the_device_sees_what_was_submitted() -> None:
-    """Tokens, head, and all that queueing needs to know, cross as they are."""
+async def test_the_device_gets_the_submitted_entries() -> None:
+    """Tokens, heads, and all fields that the queue uses are unchanged."""
     sent = text(1, 2, 3, hidden=1)
     async with pair() as both:
         await both.remote.submit([text(7), sent])
@@ -205,12 +205,20 @@ async def test_the_device_sees_what_was_submitted() -> None:
     assert (0, 1) == (first.window.hidden, seen.window.hidden)
     np.testing.assert_array_equal(sent.window.input_ids, seen.window.input_ids)
     np.testing.assert_array_equal(sent.window.token_type_ids, seen.window.token_type_ids)
-    told = ("bundle", "request_id", "arrival", "deadline", "priority", "tenant", "heads", "tokens")
-    assert [getattr(sent, name) for name in told] == [getattr(seen, name) for name in told]
+    fields = (
+        "bundle",
+        "request_id",
+        "arrival",
+        "deadline",
+        "priority",
+        "tenant",
+        "heads",
+        "tokens",
+    )
+    assert [getattr(sent, name) for name in fields] == [getattr(seen, name) for name in fields]
 
 
-async def test_nothing_is_answered_with_nothing() -> None:
-    """An empty request costs no message."""
+async def test_an_empty_request_costs_no_message() -> None:
     async with pair() as both:
         assert [] == await both.remote.submit([])
         assert [] == both.device.seen
@@ -218,25 +226,25 @@ async def test_nothing_is_answered_with_nothing() -> None:
 
 async def test_outcomes_are_reported_one_by_one() -> None:
     """The first outcome is reported before the second exists."""
-    entries, told = [text(1), text(2)], []
+    entries, received = [text(1), text(2)], []
     async with pair() as both:
         both.device.hold = asyncio.Event()
-        asked = asyncio.create_task(
-            both.remote.submit(entries, lambda entry, outcome: told.append(entry))
+        request = asyncio.create_task(
+            both.remote.submit(entries, lambda entry, outcome: received.append(entry))
         )
-        await until(lambda: bool(told))
-        assert [entries[0]] == told
-        assert not asked.done()
+        await until(lambda: bool(received))
+        assert [entries[0]] == received
+        assert not request.done()
         both.device.hold.set()
-        assert 2 == len(await asked)
-    assert entries == told
+        assert 2 == len(await request)
+    assert entries == received
 
 
 @pytest.mark.parametrize("each", [False, True], ids=["together", "each"])
 async def test_failed_entries_are_sent_with_the_others(each: bool) -> None:
-    """Each in its place, as the error that it was."""
-    entries, told = [text(1, 2, 3), text(9), text(4, 5)], {}
-    on_outcome = told.__setitem__ if each else None
+    """Each has its place, and its error is unchanged."""
+    entries, received = [text(1, 2, 3), text(9), text(4, 5)], {}
+    on_outcome = received.__setitem__ if each else None
     async with pair() as both:
         both.device.bad[9] = errors.InferenceFailed("no number")
         got = await both.remote.submit(entries, on_outcome)
@@ -246,7 +254,7 @@ async def test_failed_entries_are_sent_with_the_others(each: bool) -> None:
     for index in (0, 2):
         np.testing.assert_equal(answer(entries[index]).outputs, got[index].outputs)
     if each:
-        assert dict(zip(entries, got, strict=True)) == told
+        assert dict(zip(entries, got, strict=True)) == received
 
 
 @pytest.mark.parametrize(
@@ -262,7 +270,7 @@ async def test_failed_entries_are_sent_with_the_others(each: bool) -> None:
     ],
     ids=lambda error: error.code,
 )
-async def test_errors_cross_as_they_are(error: errors.QuartetError) -> None:
+async def test_errors_arrive_unchanged(error: errors.QuartetError) -> None:
     """Class, message, field and headers are those that the device raised."""
     async with pair() as both:
         both.device.error = error
@@ -272,8 +280,8 @@ async def test_errors_cross_as_they_are(error: errors.QuartetError) -> None:
     assert (error.code, error.body, error.headers) == (got.code, got.body, got.headers)
 
 
-def test_every_error_can_cross() -> None:
-    """A code names one class, so that none comes back as another."""
+def test_every_error_can_be_sent() -> None:
+    """Each code belongs to one class, so that no error arrives as another."""
     kinds = [*errors.kinds()]
     assert len(kinds) == len({kind.code for kind in kinds})
     of_http = {errors.MethodNotAllowed, errors.UnsupportedEncoding}  # which need a header's value
@@ -281,8 +289,8 @@ def test_every_error_can_cross() -> None:
     assert crossing == [type(errors.revive(kind.code, "m")) for kind in crossing]
 
 
-async def test_what_is_unexpected_is_our_bug(lines: list[EventDict]) -> None:
-    """An exception of no known kind is logged where it happened, and answered."""
+async def test_an_unexpected_error_is_our_bug(lines: list[EventDict]) -> None:
+    """An exception of an unknown class is logged in its process, and fails the request."""
     async with pair() as both:
         both.device.error = ZeroDivisionError()
         with pytest.raises(errors.InternalError, match="our bug"):
@@ -294,14 +302,14 @@ async def test_a_disconnect_cancels_the_work() -> None:
     """A request that is cancelled here is cancelled there."""
     async with pair() as both:
         both.device.hold = asyncio.Event()
-        asked = asyncio.create_task(both.remote.submit([text(1)]))
+        request = asyncio.create_task(both.remote.submit([text(1)]))
         await both.device.reached.wait()
-        asked.cancel()
+        request.cancel()
         await asyncio.wait_for(both.device.cancelled.wait(), 30)
 
 
-async def test_an_http_process_that_dies_takes_its_work_along() -> None:
-    """Its requests are canceled, and the inference process forgets it."""
+async def test_the_requests_of_a_lost_http_process_are_cancelled() -> None:
+    """The inference process also forgets the HTTP process."""
     async with pair() as both, under_way(both, text(1)):
         assert both.remote._peer is not None
         both.remote._peer.close()
@@ -319,15 +327,15 @@ async def under_way(
     """A request that the device has, and holds; dropped in the end if it is still there."""
     both.device.hold = both.device.hold or asyncio.Event()
     seen = len(both.device.seen)
-    asked = asyncio.create_task(both.remote.submit(entries, on_outcome))
+    request = asyncio.create_task(both.remote.submit(entries, on_outcome))
     await until(lambda: len(both.device.seen) > seen)
-    yield asked
-    asked.cancel()
-    await asyncio.wait([asked])
+    yield request
+    request.cancel()
+    await asyncio.wait([request])
 
 
-async def test_what_comes_while_peers_is_no_device_fails_by_name() -> None:
-    """Entries and pages are refused, readiness says no, and all is well with the next device."""
+async def test_requests_without_a_device_fail_with_replica_lost() -> None:
+    """Entries and pages are refused, readiness is false, and the next device answers."""
     async with pair() as both:
         both.lose()
         await until(lambda: not both.remote.load().ready)
@@ -341,8 +349,8 @@ async def test_what_comes_while_peers_is_no_device_fails_by_name() -> None:
         assert both.remote.load().ready
 
 
-async def test_a_device_that_is_lost_is_not_our_fault() -> None:
-    """Another will be connected."""
+async def test_a_lost_device_does_not_end_the_http_process() -> None:
+    """The main process connects the next one."""
     async with pair() as both:
         both.lose()
         await until(lambda: not both.remote.load().ready)
@@ -363,13 +371,13 @@ async def test_a_failed_receive_is_reported() -> None:
 async def test_requests_of_a_lost_device_go_to_the_next_one() -> None:
     """Clients only see a longer response time; in the second attempt, each entry has a batch of its own."""
     entries = [text(1), text(2, 3)]
-    async with pair() as both, under_way(both, *entries) as asked:
+    async with pair() as both, under_way(both, *entries) as request:
         both.lose()
         await until(lambda: not both.remote.load().ready)
-        assert not asked.done()
+        assert not request.done()
         both.device.hold = None
         await both.connect()
-        got = await asyncio.wait_for(asked, 30)
+        got = await asyncio.wait_for(request, 30)
         first, again = both.device.seen[:2], both.device.seen[2:]
     for entry, outcome in zip(entries, got, strict=True):
         np.testing.assert_equal(answer(entry).outputs, outcome.outputs)
@@ -378,37 +386,37 @@ async def test_requests_of_a_lost_device_go_to_the_next_one() -> None:
 
 async def test_a_reported_result_is_not_requested_again() -> None:
     """In a request with reported results, only the missing entries are sent again; each result is reported once."""
-    entries, told = [text(1), text(2), text(3)], []
+    entries, received = [text(1), text(2), text(3)], []
 
     def on_outcome(entry: Entry, outcome: Outcome) -> None:
         np.testing.assert_equal(answer(entry).outputs, outcome.outputs)
-        told.append(entry)
+        received.append(entry)
 
-    async with pair() as both, under_way(both, *entries, on_outcome=on_outcome) as asked:
-        await until(lambda: bool(told))
+    async with pair() as both, under_way(both, *entries, on_outcome=on_outcome) as request:
+        await until(lambda: bool(received))
         both.lose()
         await until(lambda: not both.remote.load().ready)
         both.device.hold = None
         await both.connect()
-        await asyncio.wait_for(asked, 30)
+        await asyncio.wait_for(request, 30)
         again = both.device.seen[3:]
-    assert entries == told
+    assert entries == received
     assert [2, 3] == [int(entry.window.input_ids[0]) for entry in again]
 
 
-async def test_what_is_lost_twice_fails_by_name() -> None:
-    """There is no third time."""
-    async with pair() as both, under_way(both, text(1)) as asked:
+async def test_a_request_that_is_lost_twice_fails() -> None:
+    """There is no third attempt."""
+    async with pair() as both, under_way(both, text(1)) as request:
         both.lose()
         await both.connect()
         await until(lambda: len(both.device.seen) == 2)
         both.lose()
         with pytest.raises(errors.ReplicaLost, match="lost twice"):
-            await asked
+            await request
 
 
 async def test_requests_are_sent_again_one_at_a_time() -> None:
-    """So an entry that kills the device again takes no other entry along: the others get their second attempt next."""
+    """An entry that kills the device again fails alone: the other requests get their second attempt next."""
     large, small = [text(1), text(2)], text(3)
     async with pair() as both, under_way(both, *large) as first, under_way(both, small) as second:
         both.lose()
@@ -427,7 +435,7 @@ async def test_requests_are_sent_again_one_at_a_time() -> None:
 async def test_an_entry_next_to_a_canceled_one_has_a_second_attempt() -> None:
     """A remaining entry may still be computed and kill the process; then its second attempt counts."""
     poison, large = text(1), [text(2), text(3)]
-    async with pair() as both, under_way(both, poison) as gone, under_way(both, *large) as asked:
+    async with pair() as both, under_way(both, poison) as gone, under_way(both, *large) as request:
         both.lose()
         await both.connect()
         await until(lambda: len(both.device.seen) == 4)
@@ -436,15 +444,15 @@ async def test_an_entry_next_to_a_canceled_one_has_a_second_attempt() -> None:
         both.lose()
         await both.connect()
         await until(lambda: len(both.device.seen) == 8)
-        assert not asked.done()
+        assert not request.done()
         both.lose()
         with pytest.raises(errors.ReplicaLost, match="lost twice"):
-            await asked
+            await request
 
 
-async def test_a_device_that_dies_while_it_opens_costs_no_chance() -> None:
-    """It had not been asked anything."""
-    async with pair() as both, under_way(both, text(1)) as asked:
+async def test_a_device_that_dies_while_it_opens_costs_no_attempt() -> None:
+    """No request was sent to it."""
+    async with pair() as both, under_way(both, text(1)) as request:
         both.lose()
         for _ in range(3):
             ours, theirs = socket.socketpair()
@@ -453,19 +461,23 @@ async def test_a_device_that_dies_while_it_opens_costs_no_chance() -> None:
             await until(lambda: not both.remote.connected)
         both.device.hold = None
         await both.connect()
-        assert 1 == len(await asyncio.wait_for(asked, 30))
+        assert 1 == len(await asyncio.wait_for(request, 30))
 
 
-async def test_a_disconnected_client_is_not_polled_again() -> None:
+async def test_a_cancelled_request_is_not_sent_again() -> None:
     """A request that was cancelled between two devices costs the second one nothing."""
-    async with pair() as both, under_way(both, text(1)) as gone, under_way(both, text(2)) as asked:
+    async with (
+        pair() as both,
+        under_way(both, text(1)) as gone,
+        under_way(both, text(2)) as request,
+    ):
         both.lose()
         await until(lambda: not both.remote.load().ready)
         gone.cancel()
         await asyncio.wait([gone])
         both.device.hold = None
         await both.connect()
-        assert 1 == len(await asyncio.wait_for(asked, 30))
+        assert 1 == len(await asyncio.wait_for(request, 30))
         assert [2] == [int(entry.window.input_ids[0]) for entry in both.device.seen[2:]]
 
 
@@ -481,16 +493,16 @@ async def test_a_device_that_dies_at_once_gets_no_request() -> None:
 
 
 async def test_the_load_is_reported_regularly() -> None:
-    """What waits, how fast it drains and whether more may come are known without asking."""
+    """The HTTP process knows the backlog, the rates and the limit without a request."""
     async with pair() as both:
         await until(lambda: both.remote.load() == LOAD)
 
 
-async def test_what_the_device_has_not_seen_yet_is_part_of_its_load() -> None:
+async def test_requests_that_are_not_reported_yet_are_part_of_the_load() -> None:
     """A request that was sent counts until the device reports it, and then no more, however often it reports."""
     async with pair() as both:
         both.device.hold = asyncio.Event()
-        asked = asyncio.create_task(both.remote.submit([text(1, 2, 3)]))
+        request = asyncio.create_task(both.remote.submit([text(1, 2, 3)]))
         await asyncio.sleep(0)
         own = Flow("tiny@1", 2, "t")
         assert both.remote.load().waiting[own] == Backlog.of(RemainingWork(3, 1))
@@ -498,7 +510,7 @@ async def test_what_the_device_has_not_seen_yet_is_part_of_its_load() -> None:
         assert both.remote.load().waiting[own] == Backlog.of(RemainingWork(3, 1))
         await until(lambda: both.remote.load() == LOAD)
         both.device.hold.set()
-        await asked
+        await request
 
 
 async def test_an_immediate_cancellation_adds_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -509,10 +521,10 @@ async def test_an_immediate_cancellation_adds_no_load(monkeypatch: pytest.Monkey
         (peer,) = both.peers._peers
         with monkeypatch.context() as patch:
             patch.setattr(both.remote._peer, "send", lambda *m: sent.append(frame(*m)))
-            asked = asyncio.create_task(both.remote.submit([text(1, 2, 3)]))
+            request = asyncio.create_task(both.remote.submit([text(1, 2, 3)]))
             await asyncio.sleep(0)
-            asked.cancel()
-            await asyncio.wait([asked])
+            request.cancel()
+            await asyncio.wait([request])
         peer.data_received(b"".join(sent))
         assert both.remote.load() != LOAD
         await until(lambda: both.remote.load() == LOAD)
@@ -520,9 +532,9 @@ async def test_an_immediate_cancellation_adds_no_load(monkeypatch: pytest.Monkey
 
 
 async def test_a_device_that_falls_silent_is_not_ready() -> None:
-    """It says why, and is ready again with the next word."""
+    """The load contains the reason, and the device is ready again with the next report."""
     async with pair() as both:
-        both.telling.cancel()
+        both.reporting.cancel()
         watching = asyncio.create_task(both.remote.watch())
         await until(lambda: not both.remote.load().ready)
         assert "has sent nothing for 0.8 s" in both.remote.load().problem
@@ -552,7 +564,7 @@ async def test_metrics_of_several_processes_add_up() -> None:
         other = RemoteDevice()
         following = asyncio.create_task(other.follow(FakeSubscriber()))
         ours, theirs = socket.socketpair()
-        both.link.send(PEER, theirs)
+        both.control.send(PEER, theirs)
         theirs.close()
         await other.connect(ours)
         await until(lambda: other.load().ready)
@@ -575,7 +587,7 @@ async def test_metrics_of_several_processes_add_up() -> None:
     assert f"quartet_request_duration_seconds_count{{{labels}}} 0.0" in page
 
 
-async def test_concurrent_scrapes_are_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_concurrent_scrapes_are_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """An HTTP process requests one page of the inference process for all of them."""
     rendered = []
     render = Metrics._render_in_thread
@@ -624,7 +636,7 @@ def texts(tiny_bundle: Path) -> BundleTexts:
     return bundle.read_texts(bundle.load(tiny_bundle))
 
 
-async def test_what_is_served_crosses_as_it_is(texts: BundleTexts) -> None:
+async def test_model_tables_arrive_unchanged(texts: BundleTexts) -> None:
     """Models, manifest and tokenizer are sent to subscribers; a later subscriber gets the same."""
     models = (model("tiny@1"), model("tiny@0", "previous"))
     both_texts = {"tiny@1": texts, "tiny@0": texts}
@@ -638,8 +650,8 @@ async def test_what_is_served_crosses_as_it_is(texts: BundleTexts) -> None:
         assert models == both.subscriber.models
 
 
-async def test_texts_cross_once(texts: BundleTexts) -> None:
-    """What an HTTP process has it is not sent again."""
+async def test_texts_are_sent_once(texts: BundleTexts) -> None:
+    """An HTTP process does not get the texts again that it has."""
     async with pair() as both:
         await both.peers.adopt((model("tiny@1"),), {"tiny@1": texts})
         await both.peers.adopt((model("tiny@1", "previous"),), {"tiny@1": texts})
@@ -655,24 +667,24 @@ async def test_a_failed_activation_is_reported(texts: BundleTexts) -> None:
         assert 1 == len(await both.remote.submit([text(1)]))
 
 
-async def test_what_is_served_first_must_be_adopted() -> None:
-    """An HTTP process that cannot does not start."""
+async def test_the_first_model_table_must_be_adopted() -> None:
+    """An HTTP process that cannot adopt it does not start."""
     both = Pair()
     both.subscriber.error = ValueError("the tokenizer cannot be read")
     ours, theirs = socket.socketpair()
-    both.link.send(PEER, theirs)
+    both.control.send(PEER, theirs)
     theirs.close()
     await both.remote.connect(ours)
     with pytest.raises(ValueError, match="the tokenizer cannot be read"):
         await both.following
     both.lose()
-    both.link.close()
+    both.control.close()
     await asyncio.wait_for(both.serving, 30)
-    both.telling.cancel()
+    both.reporting.cancel()
 
 
 async def test_a_bundle_is_left_when_its_last_request_is_answered(texts: BundleTexts) -> None:
-    """Of every HTTP process that there is; one that dies has no requests."""
+    """All HTTP processes are waited for."""
     async with pair() as both:
         both.subscriber.hold.clear()
         await both.peers.adopt((model("tiny@1"),), {"tiny@1": texts})
@@ -684,8 +696,8 @@ async def test_a_bundle_is_left_when_its_last_request_is_answered(texts: BundleT
         await asyncio.wait_for(leaving, 30)
 
 
-async def test_a_dead_process_holds_nothing(texts: BundleTexts) -> None:
-    """It holds neither an unloading bundle nor the activation of another one."""
+async def test_a_dead_process_is_not_waited_for(texts: BundleTexts) -> None:
+    """It delays neither the unloading of a bundle nor the activation of another one."""
     async with pair() as both:
         both.subscriber.hold.clear()
         await both.peers.adopt((model("tiny@1"),), {"tiny@1": texts})
@@ -728,12 +740,12 @@ async def test_a_process_without_the_served_models_is_not_ready() -> None:
 async def test_an_error_in_receiving_a_message_costs_its_channel_only() -> None:
     """The HTTP process loses the channel, gets the next one, and sends its unanswered requests again."""
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)
-    async with pair() as both, under_way(both, text(1)) as asked:
+    async with pair() as both, under_way(both, text(1)) as request:
         both.remote.push(messages.Observed([("no_such_method", ())]))
         await until(lambda: not both.remote.connected)
         both.device.hold = None
         await both.connect()
-        assert 1 == len(await asyncio.wait_for(asked, 30))
+        assert 1 == len(await asyncio.wait_for(request, 30))
         assert not both.broken.is_set()
 
 
@@ -746,7 +758,7 @@ async def test_an_unexpected_error_in_an_adoption_closes_the_channel(
         await until(lambda: not both.remote.connected)
         both.subscriber.error = RuntimeError("our bug")
         ours, theirs = socket.socketpair()
-        both.link.send(PEER, theirs)
+        both.control.send(PEER, theirs)
         theirs.close()
         await both.remote.connect(ours)
         await until(lambda: not both.remote.connected)
@@ -756,14 +768,14 @@ async def test_an_unexpected_error_in_an_adoption_closes_the_channel(
         assert 1 == len(await both.remote.submit([text(1)]))
 
 
-async def test_who_cannot_adopt_after_a_reconnection_ends() -> None:
+async def test_a_process_that_cannot_adopt_after_a_reconnection_ends() -> None:
     """The table of a new inference process comes once, and without it an HTTP process is never ready."""
     async with pair() as both:
         both.lose()
         await until(lambda: not both.remote.connected)
         both.subscriber.error = MemoryError("no memory")
         ours, theirs = socket.socketpair()
-        both.link.send(PEER, theirs)
+        both.control.send(PEER, theirs)
         theirs.close()
         await both.remote.connect(ours)
         await asyncio.wait_for(both.broken.wait(), 30)
@@ -781,7 +793,7 @@ async def test_a_process_that_dies_after_a_cancelled_command_is_forgotten() -> N
         await until(lambda: not both.peers._peers)
 
 
-async def test_orders_are_forwarded() -> None:
+async def test_commands_are_forwarded() -> None:
     """The inference process executes the commands that an HTTP process received."""
     async with pair() as both:
         command = LoadModel(path="a", by="ops", shadow=0.5)
@@ -792,14 +804,14 @@ async def test_orders_are_forwarded() -> None:
             await both.remote.execute(UnloadModel(model="a@1", by="ops"))
 
 
-async def test_an_order_that_is_lost_is_not_given_again() -> None:
+async def test_a_lost_command_is_not_sent_again() -> None:
     """The outcome is unknown, so the administrator gets an error."""
     async with pair() as both:
         both.manager.hold = asyncio.Event()
-        ordered = asyncio.create_task(both.remote.execute(LoadModel(path="a", by="ops")))
+        executing = asyncio.create_task(both.remote.execute(LoadModel(path="a", by="ops")))
         await asyncio.sleep(0.05)
         both.lose()
         with pytest.raises(errors.ReplicaLost):
-            await asyncio.wait_for(ordered, 30)
+            await asyncio.wait_for(executing, 30)
         with pytest.raises(errors.ReplicaLost):
             await both.remote.execute(LoadModel(path="a", by="ops"))
