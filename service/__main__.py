@@ -93,9 +93,9 @@ def serve(settings: Settings, source: KeySource | None = None) -> None:
             sys.exit(asyncio.run(Processes(settings, listeners, source).run()))
         drop_early()
         # The main process of several processes does not need this module.
-        from service.processes.single_process import serve_alone
+        from service.processes.single_process import serve_in_one_process
 
-        serve_alone(settings, listeners, source)
+        serve_in_one_process(settings, listeners, source)
     finally:
         for listener in [*listeners, *reserved]:
             listener.close()  # also removes the file of a Unix socket

@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 import structlog
 
-from service import health
+from service import liveness
 from service.core.bundle import Bundle, BundleError, BundleTexts, read_texts
 from service.core.cpu import CPU
 from service.core.device_kind import DeviceKind, Slots
@@ -31,7 +31,7 @@ from service.core.session import (
 from service.engines.device import RunsOn
 from service.engines.self_test import SelfTest, SelfTests, smallest
 from service.errors import InferenceFailed
-from service.health import StallClock, hang_limit_s
+from service.liveness import StallClock, hang_limit_s
 from service.observability.logs import LogLimiter
 from service.observability.metrics import Metrics
 from service.scheduling.batcher import Batcher
@@ -337,7 +337,7 @@ class LocalDevice:
 
     async def _count_ages(self) -> None:
         """Add the ticks of a stall clock to the age of each running batch."""
-        clock = StallClock(health.TICK_S)
+        clock = StallClock(liveness.TICK_S)
         while True:
             await clock.tick()
             for batch in self.batcher.running:

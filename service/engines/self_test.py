@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import structlog
 
-from service import health
+from service import liveness
 from service.core.bundle import Golden, Tolerance, disagreement
 from service.core.encode import Window
 from service.scheduling.entries import Outputs
@@ -53,7 +53,7 @@ class SelfTest:
     def due(self, now: float) -> bool:
         """Return whether the test should run; successful batches do not postpone it after a failure."""
         known = self.tried if self.problem else max(self.tried, self.well)
-        return now - known >= health.SELF_TEST_S
+        return now - known >= liveness.SELF_TEST_S
 
     def compare(self, outputs: Outputs) -> str:
         """Return how the outputs differ from the expected ones; an empty string if they are within the tolerance."""
@@ -97,7 +97,7 @@ class SelfTests:
     def lost(self) -> bool:
         """Whether a bundle has failed `SELF_TEST_FAILURES` tests in a row."""
         return any(
-            self_test.failures >= health.SELF_TEST_FAILURES for self_test in self._of.values()
+            self_test.failures >= liveness.SELF_TEST_FAILURES for self_test in self._of.values()
         )
 
     async def run(self) -> None:
@@ -107,7 +107,7 @@ class SelfTests:
                 if self_test.due(time.monotonic()):
                     self_test.tried = time.monotonic()
                     await self._try(bundle, self_test)
-            await asyncio.sleep(health.SELF_TEST_POLL_S)
+            await asyncio.sleep(liveness.SELF_TEST_POLL_S)
 
     async def _try(self, bundle: str, self_test: SelfTest) -> None:
         try:

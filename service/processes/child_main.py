@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import structlog
 import uvloop
 
-from service import health
+from service import liveness
 from service.observability import logs
 from service.process_signals import IGNORED, STOP, die_with_parent, ignore
 from service.processes.control_channel import ControlChannel, Report
@@ -32,7 +32,7 @@ def main() -> None:
         return  # the main process ended before it had read its settings
     settings, resume = read_startup_config(config)
     logs.configure(settings.log_level, settings.log_format, sys.stderr)
-    end_within_s = settings.drain_s + health.KILL_AFTER_S
+    end_within_s = settings.drain_s + liveness.KILL_AFTER_S
     channel = ControlChannel(socket.socket(fileno=int(control)), end_within_s)
     if role == "inference":
         serve_inference(settings, channel, resume)

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
-from service import health
+from service import liveness
 from service.process_signals import die_with_parent, end_within
 from service.shutdown import Stage
 
@@ -130,7 +130,7 @@ class ControlChannel(AsyncIterator[ControlCommand]):
         die_with_parent(False)
         while True:
             await self.report({})
-            await asyncio.sleep(health.HEARTBEAT_S)
+            await asyncio.sleep(liveness.HEARTBEAT_S)
 
     async def __anext__(self) -> ControlCommand:
         while True:
@@ -146,7 +146,7 @@ class ControlChannel(AsyncIterator[ControlCommand]):
                 return ControlCommand(kind)
             if descriptors:
                 return command_with_descriptor(kind, descriptors[0])
-            await asyncio.sleep(health.DESCRIPTOR_MISSING_S)
+            await asyncio.sleep(liveness.DESCRIPTOR_MISSING_S)
             await self.report({MISSING: kind.decode()})
 
     def _receive(self) -> tuple[bytes, list[int]]:

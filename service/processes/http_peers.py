@@ -9,7 +9,7 @@ from contextlib import suppress
 import numpy as np
 import structlog
 
-from service import errors, health
+from service import errors, liveness
 from service.core.bundle import BundleTexts
 from service.core.encode import Window
 from service.engines.device import Device
@@ -99,7 +99,7 @@ class HttpPeers:
                 self._send_load(peer)
             if not self._device.alive():
                 return
-            await asyncio.sleep(health.LOAD_REPORT_S)
+            await asyncio.sleep(liveness.LOAD_REPORT_S)
 
     def _send_load(self, peer: HttpPeer) -> None:
         peer.notify(messages.LoadReport.of(self._device.load(), peer.received))

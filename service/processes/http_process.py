@@ -9,7 +9,7 @@ from functools import partial
 
 import structlog
 
-from service import health
+from service import liveness
 from service.api.app import create_app
 from service.engines.registry import Engines
 from service.keys import load_keys
@@ -69,7 +69,7 @@ class Worker(Server):
     async def watch_channel(self) -> None:
         """Report regularly while there is no channel. The main process knows whether there should be one."""
         while True:
-            await asyncio.sleep(health.CHANNEL_MISSING_S)
+            await asyncio.sleep(liveness.CHANNEL_MISSING_S)
             if not self.device.connected:
                 await self.control.report({MISSING: PEER.decode()})
 

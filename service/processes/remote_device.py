@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import structlog
 
-from service import errors, health
+from service import errors, liveness
 from service.engines.commands import Command
 from service.engines.model_state import Subscriber
-from service.health import LastSign, StallClock
+from service.liveness import LastSign, StallClock
 from service.processes import messages
 from service.processes.peer import Peer, PeerLost, Reply
 from service.scheduling.entries import Entry, EntryOutcome, OnOutcome, Outcome, PendingRequest
@@ -43,7 +43,7 @@ class RemoteDevice:
         self._peer: Peer | None = None
         self._is_open = False  # new requests follow the inference process's model table
         self._load = Load(problem=STARTING)
-        self._stall_clock = StallClock(health.TICK_S)
+        self._stall_clock = StallClock(liveness.TICK_S)
         self._last_load = LastSign(self._stall_clock)
         # The requests that are sent, but not part of a load report yet, with their numbers.
         self._unseen: deque[tuple[int, Flow, RemainingWork]] = deque()
@@ -165,7 +165,7 @@ class RemoteDevice:
 
     def load(self) -> Load:
         silent_s = self._last_load.silent_s
-        if self._load.ready and silent_s > health.LOAD_SILENCE_S:
+        if self._load.ready and silent_s > liveness.LOAD_SILENCE_S:
             problem = f"the inference process has sent nothing for {silent_s:.1f} s"
             return replace(self._load, problem=problem)
         return self._load

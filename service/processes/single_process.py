@@ -9,7 +9,7 @@ from functools import partial
 import structlog
 from fastapi import FastAPI
 
-from service import health
+from service import liveness
 from service.api.app import create_app
 from service.engines.local_device import open_device
 from service.engines.registry import Engines
@@ -28,7 +28,7 @@ from service.settings_sources import CANNOT_GO_ON, KeySource
 log = structlog.get_logger()
 
 
-def serve_alone(
+def serve_in_one_process(
     settings: Settings, listeners: Sequence[socket.socket], source: KeySource | None = None
 ) -> None:
     """Serve until SIGTERM; source: where API keys are reloaded from."""
@@ -74,7 +74,7 @@ class SingleServer(Server):
     async def watch_device(self) -> None:
         """End the process when only a restart can help, because a thread that hangs can be ended in no other way."""
         while True:
-            await asyncio.sleep(health.DEVICE_POLL_S)
+            await asyncio.sleep(liveness.DEVICE_POLL_S)
             try:
                 self.service.check_alive()
             except NotReady as error:

@@ -24,10 +24,10 @@ from typing import Any
 
 import structlog
 
-from service import health
-from service.health import LastSign, StallClock
+from service import liveness
 from service.key_file_watcher import KeyFiles
 from service.keys import Keys, dump_keys
+from service.liveness import LastSign, StallClock
 from service.memory_limit import explain_kill, oom_kills
 from service.process_signals import reap_orphans, stop_signals
 from service.processes import child_process
@@ -86,7 +86,7 @@ class Processes:
         self._source = source
         self._listeners = listeners
         self._children: set[Child] = set()
-        self._stall_clock = StallClock(health.HEARTBEAT_S)
+        self._stall_clock = StallClock(liveness.HEARTBEAT_S)
         self._resume: object = None  # state that an inference process leaves to its successor
         self._served: set[str] = set()  # roles of which at least one child has served
         self._shutdown = Shutdown(settings.drain_delay_s, self._enter)
@@ -142,11 +142,11 @@ class Processes:
                 self._give_up(status)
             if not self._wanted(role):
                 return
-            deaths = 1 if served_s is not None and served_s > health.SETTLED_S else deaths + 1
+            deaths = 1 if served_s is not None and served_s > liveness.SETTLED_S else deaths + 1
             failures = failures + 1 if served_s is None else 0
-            pause = health.RESTART_PAUSES_S[min(deaths, len(health.RESTART_PAUSES_S)) - 1]
+            pause = liveness.RESTART_PAUSES_S[min(deaths, len(liveness.RESTART_PAUSES_S)) - 1]
             log.error(f"the {role} process ended", **facts, again_in_s=pause)
-            if failures >= health.FAILED_STARTS:
+            if failures >= liveness.FAILED_STARTS:
                 problem = f"the {role} process could not be started {failures} times in a row"
                 log.error("the service cannot go on", problem=problem)
                 self._give_up(CANNOT_GO_ON)
@@ -236,12 +236,12 @@ class Processes:
             self._send_keys(child)
         if command != PEER or child.role != "http" or not self._of("inference"):
             return  # if an inference process lacks its end, the HTTP process at the other end reports that
-        again = child.last_repeat.silent_s < health.CHANNEL_ARRIVED_S
+        again = child.last_repeat.silent_s < liveness.CHANNEL_ARRIVED_S
         child.repeated = child.repeated + 1 if again else 1
         child.last_repeat.renew()
         log.warning("the http process has no channel; sending another", pid=child.process.pid)
         for other in self._of("inference"):
-            if child.repeated < health.CHANNEL_REPEATS:
+            if child.repeated < liveness.CHANNEL_REPEATS:
                 self._connect(child, other)
             else:
                 log.error(
@@ -282,7 +282,7 @@ class Processes:
         if stage == Stage.DRAINING:
             for listener in self._listeners:
                 listener.close()  # or a client would wait here after the HTTP processes have closed theirs
-            patience_s = self._settings.drain_s + health.KILL_AFTER_S
+            patience_s = self._settings.drain_s + liveness.KILL_AFTER_S
             asyncio.get_running_loop().call_later(patience_s, self._shutdown.advance, Stage.STOPPED)
         if stage == Stage.STOPPED:
             self._kill()

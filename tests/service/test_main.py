@@ -71,7 +71,9 @@ def test_http_workers_follow_the_gpu(
     monkeypatch.setattr(device_table, "KINDS", (replace(CUDA, is_present=lambda: gpu), CPU))
     monkeypatch.setattr(service_main, "usable_cores", lambda: 16)
     monkeypatch.setattr(service_main, "Processes", Started)
-    monkeypatch.setattr(single_process, "serve_alone", lambda settings, *_: Started(settings))
+    monkeypatch.setattr(
+        single_process, "serve_in_one_process", lambda settings, *_: Started(settings)
+    )
     with suppress(SystemExit):
         main(["bundles/a", "--port", "0", *flags])
     assert [workers] == served

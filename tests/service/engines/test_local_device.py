@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from structlog.typing import EventDict
 
-from service import health
+from service import liveness
 from service.core import bundle, session
 from service.core.bundle import BundleError
 from service.core.cpu import CPU
@@ -84,7 +84,7 @@ def test_an_isolated_failure_is_logged_without_its_text(
 
 async def test_batches_grow_older(device: LocalDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """While they run and the process is watched."""
-    monkeypatch.setattr(health, "TICK_S", 0.001)
+    monkeypatch.setattr(liveness, "TICK_S", 0.001)
     running = Running("m@1", 8, 312, 0.1)
     device.batcher.running.add(running)
     watching = asyncio.create_task(device.watch())

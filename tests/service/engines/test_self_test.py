@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from structlog.typing import EventDict
 
-from service import health
+from service import liveness
 from service.core.bundle import Golden, Tolerance
 from service.core.encode import Window
 from service.engines.self_test import SelfTest, SelfTests, smallest
@@ -64,8 +64,8 @@ async def trying(*bundles: str) -> AsyncIterator[Session]:
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "SELF_TEST_S", 0.01)
-    monkeypatch.setattr(health, "SELF_TEST_POLL_S", 0.001)
+    monkeypatch.setattr(liveness, "SELF_TEST_S", 0.01)
+    monkeypatch.setattr(liveness, "SELF_TEST_POLL_S", 0.001)
 
 
 async def test_each_bundle_is_tried_in_turn() -> None:

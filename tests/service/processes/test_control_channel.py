@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from service import health
+from service import liveness
 from service.processes.control_channel import (
     DRAIN,
     KEYS,
@@ -125,7 +125,7 @@ async def test_a_descriptor_is_held_in_reserve() -> None:
 
 async def test_a_lost_descriptor_is_reported(monkeypatch: Any) -> None:
     """An order whose descriptor found no room is not passed on, and the main process can send it again."""
-    monkeypatch.setattr(health, "DESCRIPTOR_MISSING_S", 0.001)
+    monkeypatch.setattr(liveness, "DESCRIPTOR_MISSING_S", 0.001)
     link, given, heard = linked()
     one, other = socket.socketpair()
     with no_file_left():
@@ -147,7 +147,7 @@ async def test_a_lost_descriptor_is_reported(monkeypatch: Any) -> None:
 
 async def test_reports_come_whole_and_in_order(monkeypatch: Any) -> None:
     """Heartbeats and reports are distinguished, also where many arrive at once."""
-    monkeypatch.setattr(health, "HEARTBEAT_S", 0.001)
+    monkeypatch.setattr(liveness, "HEARTBEAT_S", 0.001)
     link, given, heard = linked()
     beating = asyncio.create_task(given.beat())
     said = [{"number": number, "much": "\n" + "a" * 50_000} for number in range(40)]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from structlog.typing import EventDict
 
-from service import health
+from service import liveness
 from service.keys import Key, dump_keys
 from service.processes.channel import frame
 from service.processes.control_channel import ChildControl, ControlChannel, Report
@@ -58,7 +58,7 @@ async def test_a_process_that_cannot_receive_results_ends(monkeypatch: pytest.Mo
 
 async def test_a_worker_reports_that_it_has_no_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     """It reports this until a channel comes, because a command or the channel's other end may be lost."""
-    monkeypatch.setattr(health, "CHANNEL_MISSING_S", 0.001)
+    monkeypatch.setattr(liveness, "CHANNEL_MISSING_S", 0.001)
     ours, theirs = socket.socketpair()
     end, other = socket.socketpair()
     reports: list[Report] = []

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from structlog.typing import EventDict
 
-from service import health
-from service.health import LastSign
+from service import liveness
 from service.keys import Key, load_keys
+from service.liveness import LastSign
 from service.processes import supervisor
 from service.processes.control_channel import DRAIN, KEYS, PEER, ChildControl, ControlChannel
 from service.processes.supervisor import Child, Processes
@@ -21,7 +21,7 @@ from service.settings import Settings
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "RESTART_PAUSES_S", (0.01,))
+    monkeypatch.setattr(liveness, "RESTART_PAUSES_S", (0.01,))
 
 
 class FakeProcess:
@@ -57,7 +57,7 @@ def test_a_process_that_cannot_be_started_again_ends_the_service(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lines: list[EventDict]
 ) -> None:
     """After a number of failed starts in a row the service ends, for its supervisor to see."""
-    monkeypatch.setattr(health, "FAILED_STARTS", 2)
+    monkeypatch.setattr(liveness, "FAILED_STARTS", 2)
     main = Processes(Settings(bundles=(tmp_path / "nothing",)), [])
     main._served.add("inference")  # once, long ago
     assert 4 == asyncio.run(main.run())
@@ -72,7 +72,7 @@ def test_a_system_without_room_for_a_process_is_tried_again(
     monkeypatch.setattr(sys, "executable", "/nothing")
     assert 4 == asyncio.run(Processes(Settings(), []).run())
     problems = [line["problem"] for line in lines if line["event"].endswith("process ended")]
-    assert health.FAILED_STARTS <= len(problems)
+    assert liveness.FAILED_STARTS <= len(problems)
     assert all("No such file" in problem for problem in problems)
 
 
@@ -97,7 +97,7 @@ async def test_a_channel_that_got_lost_is_made_again(lines: list[EventDict]) -> 
 
 async def test_a_channel_that_cannot_be_made_ends_both(monkeypatch: pytest.MonkeyPatch) -> None:
     """When it did not help for so long, both processes are started again."""
-    monkeypatch.setattr(health, "CHANNEL_REPEATS", 3)
+    monkeypatch.setattr(liveness, "CHANNEL_REPEATS", 3)
     main = Processes(Settings(), [])
     frontend, back = child(main, "http"), child(main, "inference")
     for _ in range(2):

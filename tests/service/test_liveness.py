@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from service.health import LastSign, StallClock, hang_limit_s
+from service.liveness import LastSign, StallClock, hang_limit_s
 
 
 async def test_it_counts_the_ticks_that_were_waited_for() -> None:
