@@ -21,7 +21,7 @@ from torch.export import Dim
 from export.passes import mask_free_attention
 from export.passes.fold import fold
 from model.attention import PackedLayout
-from model.heads import EncoderWithHeads
+from model.heads import EncoderWithHeads, SentenceEmbedding
 from service.core import bundle, packing
 
 OPSET = 20
@@ -81,6 +81,29 @@ class PackedCuda(nn.Module):
         layout = PackedLayout(lengths, unpack, pack, cu_seqlens, token_offset)
         inputs = (input_ids, token_type_ids, position_ids, layout)
         return tuple(self.model(*inputs, positions=positions).values())
+
+
+class Pooling(nn.Module):
+    """Hidden states of `[T]` tokens with their layout -> one vector per sequence."""
+
+    def __init__(self, pooling: SentenceEmbedding) -> None:
+        super().__init__()
+        self.pooling = pooling
+
+    def forward(
+        self, hidden_states: Tensor, lengths: Tensor, unpack: Tensor, pack: Tensor
+    ) -> tuple[Tensor]:
+        return (self.pooling(hidden_states, PackedLayout(lengths, unpack, pack)),)
+
+
+def trace_pooling(pooling: SentenceEmbedding, width: int, head: bundle.Head) -> onnx.ModelProto:
+    """Trace a pooling with its dense layers: hidden states `[T, H]` and their layout -> `[B, D]`, named by the task."""
+    layout, token, batch, slot = _sample()
+    states: np.ndarray = np.zeros((len(layout.pack), width), dtype=np.float32)
+    arrays = [states, layout.lengths, layout.unpack, layout.pack]
+    dims = [{0: token}, {0: batch}, {0: batch, 1: slot}, {0: token}]
+    inputs = ["hidden_states", *PACKED_INPUTS[3:]]
+    return _trace(Pooling(pooling), arrays, dims, inputs, {head.task: head})
 
 
 def export_packed(model: EncoderWithHeads) -> onnx.ModelProto:

@@ -6,7 +6,7 @@ The graph's outputs must fit the task. Anything that cannot be served is refused
 n tokens of one input, C labels, H hidden, D numbers of a vector
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -15,8 +15,9 @@ import numpy as np
 import tokenizers
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
+from model.attention import PackedLayout
 from model.checkpoints.head_config import (
     Pooling,
     describe_head,
@@ -30,10 +31,12 @@ from model.checkpoints.sentence_config import SENTENCE, is_multi_vector, read_mo
 from model.checkpoints.source import read_declared_length, read_modules, read_tokenizer
 from model.checkpoints.tokenizer_files import MAX_LENGTH, check_rows
 from model.families.spec import SUFFIXES
+from model.heads import SentenceEmbedding
+from model.pooling import POOLINGS
 from service.core.bundle import Head, PoolingMode, Task, cosine
 from service.core.cpu import CPU
 from service.core.encode import Window
-from service.core.packing import pack
+from service.core.packing import make_layout, pack
 from service.core.session import SessionOptions, open_graph, padded_feeds
 
 PLACES = ("model.onnx", "onnx/model.onnx")
@@ -78,42 +81,30 @@ class ExternalModel:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The computation of a head from a graph's own outputs: their names, and optional pooling and dense layers."""
+    """The computation of a head from a graph's own outputs: their names, and a pooling with its dense layers.
+
+    width: H, of the hidden states that are pooled
+    """
 
     head: Head
     outputs: tuple[str, ...]
-    pooling: tuple[PoolingMode, ...] = ()
-    dense: tuple[nn.Module, ...] = ()
+    pooling: SentenceEmbedding | None = None
+    width: int = 0
 
     def apply(self, raw: RawOutputs) -> NDArray[np.float32]:
         """Return the head's output for one input: `[C]`, `[n, C]`, `[n, 2]` or `[D]`."""
         values = [raw[name][0].astype(np.float32) for name in self.outputs]
         value = values[0] if len(values) == 1 else np.stack(values, axis=-1)
-        if self.pooling:
-            value = np.concatenate([pool(value, mode) for mode in self.pooling])
-        with torch.no_grad():
-            head: NDArray[np.float32] = nn.Sequential(*self.dense)(torch.from_numpy(value)).numpy()
-        return head
+        return value if self.pooling is None else pool(value, self.pooling)
 
 
-def pool(states: NDArray[np.float32], mode: PoolingMode) -> NDArray[np.float32]:
-    """Pool hidden states, `[n, H]` -> `[H]`."""
-    count = len(states)
-    weights = np.arange(1, count + 1, dtype=np.float32)
-    pooled: NDArray[np.float32]
-    match mode:
-        case "mean":
-            pooled = states.mean(axis=0)
-        case "cls":
-            pooled = states[0]
-        case "max":
-            pooled = states.max(axis=0)
-        case "lasttoken":
-            pooled = states[-1]
-        case "weightedmean":
-            pooled = weights @ states / weights.sum()
-        case "mean_sqrt_len_tokens":
-            pooled = states.sum(axis=0) / np.sqrt(np.float32(count))
+def pool(
+    states: NDArray[np.float32], pooling: Callable[[Tensor, PackedLayout], Tensor]
+) -> NDArray[np.float32]:
+    """Pool the hidden states of one input, `[n, H]` -> `[D]`."""
+    layout = PackedLayout.of(make_layout([len(states)]))
+    with torch.no_grad():
+        pooled: NDArray[np.float32] = pooling(torch.from_numpy(states), layout)[0].numpy()
     return pooled
 
 
@@ -279,7 +270,8 @@ def _embedding(
     fields |= {} if normalize is None else {"normalize": normalize}
     fields |= read_retrieval_fields(external.folder, *_pooling_folders(external.folder))
     head = describe_head("embedding", external.config, external.folder, **fields)
-    return Recipe(head, (name,), applied, dense)
+    pooler = SentenceEmbedding(applied, nn.Sequential(*dense)) if applied else None
+    return Recipe(head, (name,), pooler, width[0])
 
 
 def _pooling_folders(folder: Path) -> list[Path]:
@@ -300,7 +292,7 @@ def _detect_pooling(external: ExternalModel, raw: RawOutputs, tokens: str | None
     """Return the graph's pooling where no file declares it, from its outputs per token."""
     modes: tuple[PoolingMode, ...] = get_args(PoolingMode)
     for pooling in modes if tokens else ():
-        ours = pool(raw[str(tokens)][0].astype(np.float32), pooling)
+        ours = pool(raw[str(tokens)][0].astype(np.float32), POOLINGS[pooling])
         theirs = raw[SENTENCE][0].astype(np.float32)
         if ours.shape == theirs.shape and cosine(ours, theirs) > SAME_POOLING:
             return pooling

@@ -395,6 +395,28 @@ def test_a_graph_without_a_mask(folder: Path, out: Path) -> None:
     assert "padded" == made.manifest.graphs[0].layout
 
 
+@pytest.mark.parametrize("opset", [11, 16, 20])
+@pytest.mark.parametrize("mode", ["mean", *POOLED])
+def test_opsets(mode: str, opset: int, folder: Path, out: Path) -> None:
+    """A pooling is appended to graphs of other opsets; the opset of an old graph is raised for it."""
+    proto = lookup("last_hidden_state")
+    del proto.opset_import[:]
+    domains = [helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
+    proto.opset_import.extend(domains)
+    proto.ir_version = helper.find_min_ir_version_for(domains[:1])
+    proto.graph.node[0].output[0] = "looked"
+    gelu = helper.make_node("Gelu", ["looked"], ["last_hidden_state"], domain="com.microsoft")
+    proto.graph.node.append(gelu)
+    write_json(folder / "1_Pooling" / "config.json", {"pooling_mode": mode})
+    made = export(write(folder, "embedding", proto), out)
+    states = torch.nn.functional.gelu(torch.from_numpy(looked_up(made, "last_hidden_state")))
+    pooled = {"mean": lambda rows: rows.mean(axis=0), **POOLED}[mode]
+    expected = np.stack([pooled(rows) for rows in per_text(made, states.numpy())])
+    assert_gives(made, "embedding", expected)
+    (graph,) = made.manifest.graphs
+    assert ("padded", max(opset, 16)) == (graph.layout, graph.opset)
+
+
 def test_positions(folder: Path, out: Path) -> None:
     """A graph that asks for positions gets each token's own, from 0."""
     proto = lookup("last_hidden_state")
@@ -478,13 +500,13 @@ def test_quantised(operators: list[str], layout: str, folder: Path, out: Path) -
 
 def test_a_graph_of_one_text(folder: Path, out: Path) -> None:
     """Where a batch of one is baked into what claims to be dynamic, texts run alone."""
-    proto = lookup("last_hidden_state")
+    proto = first_token(lookup("logits"), "logits")
     proto.graph.initializer.append(numpy_helper.from_array(np.array([1, -1]), "shape"))
     proto.graph.node.insert(0, helper.make_node("Reshape", ["input_ids", "shape"], ["flat"]))
     proto.graph.node[1].input[1] = "flat"
-    made = export(write(folder, "embedding", proto), out)
+    made = export(write(folder, "classification", proto), out)
     assert "alone" == made.manifest.graphs[0].layout
-    assert_gives(made, "embedding", means(made))
+    assert_gives(made, "classification", firsts(made, "logits"))
 
 
 # -- refusals -------------------------------------------------------------------------------------
