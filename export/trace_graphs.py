@@ -20,6 +20,7 @@ from torch.export import Dim
 
 from export.passes import mask_free_attention
 from export.passes.fold import fold
+from export.passes.joint_gather import join_gathers
 from model.attention import PackedLayout
 from model.heads import EncoderWithHeads, SentenceEmbedding
 from service.core import bundle, packing
@@ -206,6 +207,7 @@ def _tidy(proto: onnx.ModelProto, outputs: list[str]) -> onnx.ModelProto:
     del proto.metadata_props[:]
     del proto.graph.metadata_props[:]
     fold(proto)
+    join_gathers(proto)
     onnx.checker.check_model(proto)
     return proto
 

@@ -1,30 +1,27 @@
 """Attention: one function with one contract, and the only place that has several lowerings.
 
-    attention(qkv, num_heads, layout, dropout, bias, scale) -> context        qkv [T, 3H] -> [T, H]
+    attention(q, k, v, layout, num_heads, ...) -> context        q [T, ND], k and v [T, KD] -> [T, ND]
 
 Every other part of the model works on packed tokens `[T, H]` and has no padding. Here the tokens are gathered into
-`[B, S]` slots and back, in the fastest way of the device or the exported graph:
+`[B, S]` slots and back, in the fastest way of the device or the exported graph. `_lowering` selects it.
 
-    PyTorch      gather, `scaled_dot_product_attention` with a key mask, gather back
-    CPU half     the formula in separate operations if gradients are needed: a faster backward pass
-    CUDA half    `varlen_attn` on `cu_seqlens`: no padding at all
-    ONNX         gather, `com.microsoft.MultiHeadAttention` with key lengths, gather back
-                 (`export.passes.mask_free_attention` replaces the lengths where it can,
-                 and `export.passes.portable` the operator)
-    ONNX CUDA    `com.microsoft.PackedMultiHeadAttention` on `token_offset` and `cu_seqlens`: no padding
-
-Shapes as in `model/bert.py`: T tokens, B sequences, S longest, N heads, D head size, H hidden
+Shapes as in `model/bert.py`: T tokens, B sequences, S longest, N heads, D head size, H hidden, and K heads of keys and
+values, each of which N / K consecutive heads of queries share (Ainslie et al. 2023, grouped-query attention)
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model.config import BertConfig
 from service.core import packing
 
 HALF = (torch.float16, torch.bfloat16)
+HIDDEN = torch.finfo(torch.float16).min / 2  # its sum with a score is finite in any precision
 
 
 @dataclass(frozen=True)
@@ -40,6 +37,7 @@ class PackedLayout:
     cu_seqlens: Tensor | None = None  # [B + 1] int32, where each sequence begins and the last ends
     token_offset: Tensor | None = None  # [B, S] int32
     full: bool = False  # all sequences are S long: slots are tokens, and nothing is gathered
+    biases: dict["tuple[Mask, torch.dtype]", Tensor] = field(default_factory=dict)  # of masks
 
     @classmethod
     def of(cls, layout: packing.Layout, device: torch.device | str = "cpu") -> "PackedLayout":
@@ -57,51 +55,133 @@ class PackedLayout:
         return self.unpack[:, 0]  # [B]
 
 
+@dataclass(frozen=True)
+class Mask:
+    """The keys of its own sequence that a query attends to: all by default.
+
+    causal: no keys after the query
+    reach: only keys at most this many tokens away
+    """
+
+    causal: bool = False
+    reach: int | None = None
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """The tokens before and after a query that it attends to; -1 for all."""
+        reach = -1 if self.reach is None else self.reach
+        return reach, 0 if self.causal else reach
+
+    def bias(self, layout: PackedLayout, like: Tensor) -> Tensor | None:
+        """Return the bias of scores that hides the other keys, `[1, 1, S, S]`; None if there are no other keys.
+
+        like: a tensor with the device and type of the result
+        """
+        if self == FULL:
+            return None
+        if (self, like.dtype) not in layout.biases:
+            places = torch.arange(count_slots(layout), device=like.device)  # [S]
+            distance = places[None, :] - places[:, None]  # [S, S]
+            is_hidden = distance > 0 if self.reach is None else distance.abs() > self.reach
+            if self.causal:
+                is_hidden = is_hidden | (distance > 0)
+            layout.biases[self, like.dtype] = (is_hidden * HIDDEN).to(like.dtype)[None, None]
+        return layout.biases[self, like.dtype]  # [1, 1, S, S]
+
+
+FULL = Mask()
+
+
+class Inputs(NamedTuple):
+    """The inputs of an attention. A lowering is a function from them to `[T, ND]`."""
+
+    q: Tensor  # [T, ND]
+    k: Tensor  # [T, KD]
+    v: Tensor  # [T, KD]
+    layout: PackedLayout
+    num_heads: int
+    num_key_heads: int
+    mask: Mask
+    bias: Tensor | None
+    scale: float | None
+    dropout: float
+
+
+Lowering = Callable[[Inputs], Tensor]
+
+
+def _lowering(x: Inputs) -> Lowering:
+    """Return the first lowering of the table whose condition holds."""
+    is_exporting, is_half = torch.onnx.is_in_onnx_export(), x.q.dtype in HALF
+    table: list[tuple[bool, Lowering]] = [
+        (is_exporting and x.layout.token_offset is not None, _onnx_cuda),
+        (is_exporting, _onnx),
+        (is_half and x.q.is_cuda and not x.dropout and x.bias is None, _varlen),
+        (is_half and not x.q.is_cuda and torch.is_grad_enabled(), _written_out),
+        (True, _fused),
+    ]
+    return next(lowering for condition, lowering in table if condition)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: PackedLayout,
+    num_heads: int,
+    num_key_heads: int | None = None,
+    mask: Mask = FULL,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Scaled dot-product self-attention within each sequence (Vaswani et al. 2017).
+
+    `[T, ND]`, `[T, KD]` and `[T, KD]` -> `[T, ND]`
+
+    num_key_heads: K, a divisor of N; N by default
+    bias: added to the scaled scores, `[1 or B, 1 or N, S, S]`
+    scale: of the scores, 1 / sqrt(D) by default
+    """
+    if bias is not None:
+        bias = bias.to(q.dtype)
+    num_key_heads = num_key_heads or num_heads
+    if num_heads % num_key_heads:
+        raise ValueError(f"{num_heads} heads are not a multiple of {num_key_heads} heads of keys")
+    x = Inputs(q, k, v, layout, num_heads, num_key_heads, mask, bias, scale, dropout)
+    return _lowering(x)(x)
+
+
 class ScaledDotProductAttention(nn.Module):
     """`attention` as a module without parameters, so that `training.capture` can hook its inputs.
 
     scale: of the scores, 1 / sqrt(D) by default
     """
 
-    def __init__(self, num_heads: int, dropout: float, scale: float | None = None):
+    def __init__(self, config: BertConfig, mask: Mask = FULL, scale: float | None = None):
         super().__init__()
-        self.num_heads = num_heads
-        self.dropout = dropout
+        self.num_heads = config.num_attention_heads
+        self.num_key_heads = config.num_key_heads
+        self.dropout = config.attention_probs_dropout_prob
+        self.mask = mask
         self.scale = scale
 
-    def forward(self, qkv: Tensor, layout: PackedLayout, bias: Tensor | None = None) -> Tensor:
-        """`[T, 3H]` -> `[T, H]`."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, bias: Tensor | None = None
+    ) -> Tensor:
+        """`[T, ND]`, `[T, KD]` and `[T, KD]` -> `[T, ND]`."""
         dropout = self.dropout if self.training else 0.0
-        return attention(qkv, self.num_heads, layout, dropout, bias, self.scale)
+        heads = (self.num_heads, self.num_key_heads)
+        return attention(q, k, v, layout, *heads, self.mask, bias, self.scale, dropout)
 
-    def weights(self, qkv: Tensor, layout: PackedLayout, bias: Tensor | None = None) -> Tensor:
-        """The attention weights, `[T, 3H]` -> `[B, N, S, S]`: each row (a query's weights) sums to one."""
-        query, key, _ = by_head(qkv, self.num_heads, layout)  # [B, N, S, D]
-        bias = None if bias is None else bias.to(qkv.dtype)
-        return _softmax(query, key, _key_mask(layout, bias), self.scale)  # [B, N, S, S]
-
-
-def attention(
-    qkv: Tensor,
-    num_heads: int,
-    layout: PackedLayout,
-    dropout: float = 0.0,
-    bias: Tensor | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    """Scaled dot-product self-attention within each sequence (Vaswani et al. 2017): `[T, 3H]` -> `[T, H]`.
-
-    bias: added to the scaled scores, `[1 or B, 1 or N, S, S]`
-    scale: of the scores, 1 / sqrt(D) by default
-    """
-    if bias is not None:
-        bias = bias.to(qkv.dtype)
-    if torch.onnx.is_in_onnx_export():
-        lowering = _onnx if layout.token_offset is None else _onnx_cuda
-        return lowering(qkv, num_heads, layout, bias, scale)
-    if qkv.is_cuda and qkv.dtype in HALF and not dropout and bias is None:
-        return _varlen(qkv, num_heads, layout, scale)
-    return _gathered(qkv, num_heads, layout, dropout, bias, scale)
+    def weights(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, bias: Tensor | None = None
+    ) -> Tensor:
+        """The attention weights, `[B, N, S, S]`, of the same inputs: each row (a query's weights) sums to one."""
+        heads = (self.num_heads, self.num_key_heads)
+        x = Inputs(q, k, v, layout, *heads, self.mask, bias, self.scale, 0.0)
+        query, key, _ = _heads(x)  # [B, N, S, D]
+        return _softmax(query, key, _key_mask(x), self.scale)  # [B, N, S, S]
 
 
 # -- between tokens and slots ------------------------------------------------------------------------------------------
@@ -131,55 +211,77 @@ def real_slots(layout: PackedLayout) -> Tensor:
     return columns < layout.lengths[:, None]  # [B, S]
 
 
-def by_head(qkv: Tensor, num_heads: int, layout: PackedLayout) -> tuple[Tensor, Tensor, Tensor]:
-    """`[T, 3H]` -> query, key, value in slots, each `[B, N, S, D]`."""
-    slots = to_slots(qkv, layout)  # [B, S, 3H]
-    slots = slots.view(*slots.shape[:2], 3, num_heads, -1)  # [B, S, 3, N, D]
-    query, key, value = slots.permute(2, 0, 3, 1, 4)  # [B, N, S, D] each
-    return query, key, value
+def split_heads(slots: Tensor, num_heads: int) -> Tensor:
+    """`[B, S, ND]` -> `[B, N, S, D]`"""
+    return slots.view(*slots.shape[:2], num_heads, -1).transpose(1, 2)
 
 
-def _key_mask(layout: PackedLayout, bias: Tensor | None) -> Tensor:
-    """The mask of keys: True where a slot has a token, `[B, 1, 1, S]`, or the bias with -inf elsewhere."""
-    real = real_slots(layout)[:, None, None, :]  # [B, 1, 1, S]
-    return real if bias is None else bias.masked_fill(~real, -torch.inf)  # [B, N, S, S]
+# -- what several lowerings share --------------------------------------------------------------------------------------
+
+
+def _slots(x: Inputs) -> list[Tensor]:
+    """Return queries, keys and values in slots, `[B, S, ND]` each: heads of keys and values are repeated."""
+    q, *rest = (to_slots(part, x.layout) for part in (x.q, x.k, x.v))  # [B, S, ND], [B, S, KD]
+    return [q, *(_repeat_heads(part, x) for part in rest)]
+
+
+def _repeat_heads(part: Tensor, x: Inputs) -> Tensor:
+    """`[..., KD]` -> `[..., ND]`"""
+    if x.num_key_heads == x.num_heads:
+        return part
+    heads = part.unflatten(-1, (x.num_key_heads, 1, -1))  # [..., K, 1, D]
+    times = x.num_heads // x.num_key_heads
+    return heads.expand(*[-1] * part.dim(), times, -1).flatten(-3)  # [..., ND]
+
+
+def _heads(x: Inputs) -> list[Tensor]:
+    """Return queries, keys and values by head, `[B, N, S, D]` each."""
+    return [split_heads(slots, x.num_heads) for slots in _slots(x)]
+
+
+def _from_heads(context: Tensor, layout: PackedLayout) -> Tensor:
+    """`[B, N, S, D]` -> `[T, ND]`"""
+    return from_slots(context.transpose(1, 2).flatten(2), layout)
+
+
+def _bias(x: Inputs, mask: Mask) -> Tensor | None:
+    """Return the sum of the bias and a mask's, `[1 or B, 1 or N, S, S]`; None for neither."""
+    of_mask = mask.bias(x.layout, x.q)
+    if of_mask is None or x.bias is None:
+        return x.bias if of_mask is None else of_mask
+    return x.bias + of_mask
+
+
+def _key_mask(x: Inputs) -> Tensor | None:
+    """Return the bias with -inf for keys without a token, `[B, 1 or N, S, S]`.
+
+    Without a bias: True for keys with a token, `[B, 1, 1, S]`, or None if all slots have one.
+    """
+    bias = _bias(x, x.mask)
+    if x.layout.full:
+        return bias
+    real = real_slots(x.layout)[:, None, None, :]  # [B, 1, 1, S]
+    return real if bias is None else bias.masked_fill(~real, -torch.inf)
 
 
 # -- PyTorch -----------------------------------------------------------------------------------------------------------
 
 
-def _gathered(
-    qkv: Tensor,
-    num_heads: int,
-    layout: PackedLayout,
-    dropout: float,
-    bias: Tensor | None,
-    scale: float | None,
-) -> Tensor:
-    query, key, value = by_head(qkv, num_heads, layout)  # [B, N, S, D]
-    # None, [B, 1, 1, S], or with a bias [B, N, S, S]
-    mask = bias if layout.full else _key_mask(layout, bias)
-    if qkv.dtype in HALF and not qkv.is_cuda and torch.is_grad_enabled():
-        context = _written_out(query, key, value, mask, dropout, scale)  # [B, N, S, D]
-    else:
-        context = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale
-        )  # [B, N, S, D]
-    context = context.transpose(1, 2).flatten(2)  # [B, N, S, D] -> [B, S, H]
-    return from_slots(context, layout)  # [T, H]
+def _fused(x: Inputs) -> Tensor:
+    """PyTorch, any device: the fused kernel, between two gathers."""
+    q, k, v = _heads(x)  # [B, N, S, D]
+    mask = _key_mask(x)
+    context = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=x.dropout, scale=x.scale
+    )  # [B, N, S, D]
+    return _from_heads(context, x.layout)  # [T, ND]
 
 
-def _written_out(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    scale: float | None,
-) -> Tensor:
-    """`[B, N, S, D]` each -> `[B, N, S, D]`, with all attention weights in memory."""
-    weights = _softmax(query, key, mask, scale)  # [B, N, S, S]
-    return (F.dropout(weights, dropout) if dropout else weights) @ value  # [B, N, S, D]
+def _written_out(x: Inputs) -> Tensor:
+    """PyTorch, training on a CPU in half precision: separate operations, whose backward pass is faster."""
+    q, k, v = _heads(x)  # [B, N, S, D]
+    weights = F.dropout(_softmax(q, k, _key_mask(x), x.scale), x.dropout)  # [B, N, S, S]
+    return _from_heads(weights @ v, x.layout)  # [T, ND]
 
 
 def _softmax(query: Tensor, key: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
@@ -195,56 +297,68 @@ def _softmax(query: Tensor, key: Tensor, mask: Tensor | None, scale: float | Non
     return scores.softmax(dim=-1)  # [B, N, S, S]
 
 
-def _varlen(qkv: Tensor, num_heads: int, layout: PackedLayout, scale: float | None) -> Tensor:
+def _varlen(x: Inputs) -> Tensor:
+    """PyTorch, CUDA in half precision without dropout or bias: no padding at all."""
     from torch.nn.attention.varlen import varlen_attn
 
-    query, key, value = qkv.view(len(qkv), 3, num_heads, -1).unbind(1)  # [T, N, D]
-    longest = layout.unpack.shape[1]
+    heads = (x.num_heads, x.num_key_heads, x.num_key_heads)
+    q, k, v = (
+        part.view(len(part), count, -1) for part, count in zip((x.q, x.k, x.v), heads, strict=True)
+    )  # [T, N, D], [T, K, D]
+    ends, longest = x.layout.cu_seqlens, count_slots(x.layout)
     context = varlen_attn(
-        query,
-        key,
-        value,
-        layout.cu_seqlens,
-        layout.cu_seqlens,
+        q,
+        k,
+        v,
+        ends,
+        ends,
         longest,
         longest,
-        scale=scale,
+        scale=x.scale,
+        window_size=x.mask.window,
+        enable_gqa=x.num_key_heads != x.num_heads,
     )  # [T, N, D]
-    return context.reshape(len(qkv), -1)  # [T, H]
+    return context.flatten(1)  # [T, ND]
 
 
 # -- ONNX --------------------------------------------------------------------------------------------------------------
 
 
-def _onnx(
-    qkv: Tensor, num_heads: int, layout: PackedLayout, bias: Tensor | None, scale: float | None
-) -> Tensor:
-    query, key, value = to_slots(qkv, layout).chunk(3, dim=-1)  # [B, S, H]
+def _onnx(x: Inputs) -> Tensor:
+    """A graph for a CPU: one node between two gathers.
+
+    inputs: queries, keys and values [B, S, ND], nothing, key lengths [B] int32, and the bias, unless there is none
+    attributes: num_heads, scale, and unidirectional = 1 if the mask is causal; its reach is in the bias
+    `export.passes.mask_free_attention` replaces the key lengths where it can, `export.passes.portable` the node.
+    """
+    q, k, v = _slots(x)  # [B, S, ND]
+    bias = _bias(x, replace(x.mask, causal=False))
+    scale = x.scale or (q.shape[-1] // x.num_heads) ** -0.5
+    causal = {"unidirectional": 1} if x.mask.causal else {}
     context = torch.onnx.ops.symbolic(
         "com.microsoft::MultiHeadAttention",
-        [query, key, value, None, layout.lengths.to(torch.int32), *_optional(bias)],
-        {"num_heads": num_heads, "scale": scale or (query.shape[-1] // num_heads) ** -0.5},
-        dtype=qkv.dtype,
-        shape=query.shape,
+        [q, k, v, None, x.layout.lengths.to(torch.int32), *_optional(bias)],
+        {"num_heads": x.num_heads, "scale": scale, **causal},
+        dtype=q.dtype,
+        shape=q.shape,
         version=1,
-    )  # [B, S, H]
-    return from_slots(context, layout)  # [T, H]
+    )  # [B, S, ND]
+    return from_slots(context, x.layout)  # [T, ND]
 
 
 def _optional(bias: Tensor | None) -> list[Tensor]:
-    """An operator's optional last input."""
+    """Return an operator's optional last input."""
     return [] if bias is None else [bias]
 
 
-def _onnx_cuda(
-    qkv: Tensor, num_heads: int, layout: PackedLayout, bias: Tensor | None, scale: float
-) -> Tensor:
-    query, key, value = qkv.chunk(3, dim=-1)  # [T, H]
+def _onnx_cuda(x: Inputs) -> Tensor:
+    """A graph for CUDA: one node on packed tokens. Any mask is in the bias."""
+    k, v = (_repeat_heads(part, x) for part in (x.k, x.v))  # [T, ND]
     return torch.onnx.ops.symbolic(
         "com.microsoft::PackedMultiHeadAttention",
-        [query, key, value, None, layout.token_offset, layout.cu_seqlens, *_optional(bias)],
-        {"num_heads": num_heads} if scale is None else {"num_heads": num_heads, "scale": scale},
-        dtype=qkv.dtype,
-        shape=query.shape,
+        [x.q, k, v, None, x.layout.token_offset, x.layout.cu_seqlens, *_optional(_bias(x, x.mask))],
+        {"num_heads": x.num_heads} | ({} if x.scale is None else {"scale": x.scale}),
+        dtype=x.q.dtype,
+        shape=x.q.shape,
         version=1,
-    )  # [T, H]
+    )  # [T, ND]

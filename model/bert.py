@@ -53,21 +53,27 @@ class Embeddings(nn.Module):
         return self.dropout(self.norm(x))  # [T, E]
 
 
+class Projections(nn.Linear):
+    """Queries, keys and values as one product: `[T, H]` -> `[T, sum of widths]`."""
+
+    def __init__(self, config: BertConfig, bias: bool = True):
+        self.widths = config.attention_widths  # ND, KD, KD; in BERT H each
+        super().__init__(config.hidden_size, sum(self.widths), bias)
+
+
 class SelfAttention(nn.Module):
-    """Multi-head self-attention. One projection computes query, key and value."""
+    """Multi-head self-attention."""
 
     def __init__(self, config: BertConfig):
         super().__init__()
-        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)  # weight [3H, H]
-        self.attend = ScaledDotProductAttention(
-            config.num_attention_heads, config.attention_probs_dropout_prob
-        )
-        self.output = nn.Linear(config.hidden_size, config.hidden_size)  # weight [H, H]
+        self.qkv = Projections(config)  # weight [3H, H]
+        self.attend = ScaledDotProductAttention(config)
+        self.output = nn.Linear(self.qkv.widths[0], config.hidden_size)  # weight [H, H]
 
     def forward(self, x: Tensor, layout: PackedLayout, bias: Tensor | None = None) -> Tensor:
         """`[T, H]` -> `[T, H]`. bias: added to the attention scores, `[1 or B, N, S, S]`"""
-        qkv = self.qkv(x)  # [T, 3H]
-        context = self.attend(qkv, layout, bias)  # [T, H]
+        q, k, v = self.qkv(x).split(self.qkv.widths, dim=-1)  # [T, H] each
+        context = self.attend(q, k, v, layout, bias)  # [T, H]
         return self.output(context)  # [T, H]
 
 

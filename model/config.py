@@ -49,10 +49,7 @@ class BertConfig:
 
     def __post_init__(self) -> None:
         self._check_values()
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"
-            )
+        self._check_heads()
         if self.hidden_act not in self.activations:
             known = " or ".join(map(repr, self.activations))
             word = self.words.get("hidden_act", "hidden_act")
@@ -60,6 +57,13 @@ class BertConfig:
         if self.max_length < 1:
             raise ValueError(
                 f"max_position_embeddings {self.max_position_embeddings} leaves no position for a token"
+            )
+
+    def _check_heads(self) -> None:
+        """Raise ValueError where the numbers of heads, or the hidden size, do not fit each other."""
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"
             )
 
     def _check_values(self) -> None:
@@ -100,6 +104,17 @@ class BertConfig:
     def head_size(self) -> int:
         """D: the size of a head's query, key and value."""
         return self.hidden_size // self.num_attention_heads
+
+    @property
+    def num_key_heads(self) -> int:
+        """K: the heads of keys and values."""
+        return self.num_attention_heads
+
+    @property
+    def attention_widths(self) -> list[int]:
+        """ND, KD, KD: the widths of queries, keys and values."""
+        keys = self.num_key_heads * self.head_size
+        return [self.num_attention_heads * self.head_size, keys, keys]
 
     def theta_of(self, layer: int) -> float | None:
         """Return the base of a layer's RoPE frequencies; None in families without rotary positions."""

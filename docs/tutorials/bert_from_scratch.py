@@ -239,22 +239,23 @@ print("ids [T]", tuple(ids.shape), "-> embeddings [T, H]", tuple(x.shape))
 # right, so attention is bidirectional.
 
 # %%
-from model.attention import attention, by_head, real_slots
+from model.attention import attention, real_slots, split_heads, to_slots
 
 layer = bert.layers[0]
-qkv = layer.attention.qkv(x)  # [T, 3H]
-query, key, value = by_head(qkv, config.num_attention_heads, layout)  # [B, N, S, D] each
+heads = config.num_attention_heads
+qkv = layer.attention.qkv(x).chunk(3, dim=1)  # [T, H] each
+query, key, value = (split_heads(to_slots(part, layout), heads) for part in qkv)  # [B, N, S, D]
 scores = query @ key.transpose(-1, -2) / config.head_size**0.5  # [B, N, S, S]
 scores = scores.masked_fill(~real_slots(layout)[:, None, None, :], -torch.inf)
 weights = scores.softmax(-1)  # [B, N, S, S], rows sum to one
 context = weights @ value  # [B, N, S, D]
-print("qkv", tuple(qkv.shape), "query", tuple(query.shape), "weights", tuple(weights.shape))
+print("query", tuple(query.shape), "weights", tuple(weights.shape))
 
 # %% [markdown]
 # The module computes the same on packed tokens, with PyTorch's fast kernel:
 
 # %%
-packed_context = attention(qkv, config.num_attention_heads, layout)  # [T, H]
+packed_context = attention(*qkv, layout, heads)  # [T, H]
 slots = context.transpose(1, 2).flatten(2)  # [B, S, H]
 by_hand = slots[real_slots(layout)]  # [T, H]: the slots with a token, in order
 print("largest difference", (packed_context - by_hand).abs().max().item())

@@ -145,8 +145,9 @@ class _Pruning:
         attention = self.made.get(slots)
         if attention is None or attention.op_type != "MultiHeadAttention" or not sole_reader:
             return None
-        # A sixth input has a row for each query.
-        return attention if len(attention.input) <= 5 else None
+        # A sixth input has a row for each query, and a causal mask depends on their number.
+        whole = len(attention.input) > 5 or attribute(attention, "unidirectional")
+        return None if whole else attention
 
     def _reshaped(self, name: str) -> str | None:
         """Return the input of the Reshape that computes a value; None for another operator."""

@@ -26,8 +26,8 @@ PATH = ("Split", "Reshape", "Gather", "Gemm")
 
 # Two rows that are added to a product's weight and bias: the last dimension of each head's keys and of its queries.
 ADDED_ROWS = {1: "maskless.weight", 2: "maskless.bias"}  # [2, H], [2]
-NO_BIAS = "maskless.no_bias"  # [3H]
-ROWS = "maskless.rows"  # [3H + 2N]: indices of the old and the added rows, by head
+NO_BIAS = "maskless.no_bias"  # [3ND]
+ROWS = "maskless.rows"  # [3ND + 2N]: indices of the old and the added rows, by head
 SIZES = "maskless.sizes"  # [3]: of queries, keys and values
 PLACES = "maskless.places"  # [P, 2]: sequence and slot of each empty slot
 KEYS = "maskless.keys"  # [P, N * (D + 1)]: the keys of empty slots
@@ -46,17 +46,20 @@ class Attention(NamedTuple):
 def drop_masks(model: onnx.ModelProto) -> None:
     """Rewrite, in place, each attention of a packed graph that has lengths and whose inputs come from one product.
 
-    Attentions with a bias, which the blockwise kernel does not take either, and with rotated queries and keys are not
-    changed. The stored weights are not changed, so that graphs can share them: the runtime widens them when it opens
-    the graph, or `fold` does.
+    Attentions with a bias or a causal mask, which the blockwise kernel does not take either, with rotated queries and
+    keys, and with other sizes than the first are not changed. The stored weights are not changed, so that graphs can
+    share them: the runtime widens them when it opens the graph, or `fold` does.
     """
     graph = model.graph
     attentions = [*_attentions(graph)]
     if not attentions:
         return
-    shapes = {tensor.name: tensor.dims for tensor in graph.initializer}
-    heads = attribute(attentions[0].node, "num_heads")
-    hidden = shapes[attentions[0].product.input[1]][0] // 3
+    shapes = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
+    sizes = [
+        (attribute(node, "num_heads"), *shapes[product.input[1]]) for node, _, product in attentions
+    ]
+    heads, rows, hidden = sizes[0]
+    attentions = [a for a, size in zip(attentions, sizes, strict=True) if size == sizes[0]]
     for _, _, product in attentions:
         if len(product.input) == 2:  # a bias of zeros is not in the graph
             product.input.append(NO_BIAS)
@@ -67,7 +70,7 @@ def drop_masks(model: onnx.ModelProto) -> None:
     replaced = {split.output[0]: [_split(split)] for _, split, _ in attentions}
     replaced |= {node.output[0]: _attend(node) for node, _, _ in attentions}
     rest = [new for node in graph.node for new in replaced.get(node.output[0], [node])]
-    graph.initializer.extend(_constants(heads, hidden))
+    graph.initializer.extend(_constants(heads, rows // 3, hidden))
     del graph.node[:]
     graph.node.extend([*widen, *_empty_slots(), *rest])
 
@@ -75,7 +78,9 @@ def drop_masks(model: onnx.ModelProto) -> None:
 def _attentions(graph: onnx.GraphProto) -> Iterator[Attention]:
     made = producers(graph)
     for node in graph.node:
-        if node.op_type == "MultiHeadAttention" and len(node.input) == 5:  # a sixth is a bias
+        is_causal = attribute(node, "unidirectional")
+        # A sixth input is a bias.
+        if node.op_type == "MultiHeadAttention" and len(node.input) == 5 and not is_causal:
             path = [*_back(node, made)]
             if tuple(step.op_type for step in path) == PATH:
                 split, *_, product = path
@@ -92,19 +97,19 @@ def _back(node: NodeProto, made: Mapping[str, NodeProto]) -> Iterator[NodeProto]
         yield node
 
 
-def _constants(heads: int, hidden: int) -> list[TensorProto]:
-    wide = hidden + heads
-    of_head = np.arange(hidden).reshape(heads, -1)
-    last = np.full((heads, 1), 3 * hidden)
-    query, key = np.hstack([of_head, last + 1]), np.hstack([hidden + of_head, last])
-    value = 2 * hidden + of_head
-    far = np.where(key < 3 * hidden, 0, FAR).astype(np.float32)
+def _constants(heads: int, width: int, hidden: int) -> list[TensorProto]:
+    wide = width + heads
+    of_head = np.arange(width).reshape(heads, -1)
+    last = np.full((heads, 1), 3 * width)
+    query, key = np.hstack([of_head, last + 1]), np.hstack([width + of_head, last])
+    value = 2 * width + of_head
+    far = np.where(key < 3 * width, 0, FAR).astype(np.float32)
     values = {
-        NO_BIAS: np.zeros(3 * hidden, dtype=np.float32),
+        NO_BIAS: np.zeros(3 * width, dtype=np.float32),
         ADDED_ROWS[1]: np.zeros((2, hidden), dtype=np.float32),
         ADDED_ROWS[2]: np.array([0, 1], dtype=np.float32),
         ROWS: np.concatenate([part.ravel() for part in (query, key, value)]),
-        SIZES: np.array([wide, wide, hidden]),
+        SIZES: np.array([wide, wide, width]),
         KEY: far.reshape(1, wide),
         ZERO: np.array(0),
         ONE: np.array(1),

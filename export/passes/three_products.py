@@ -6,7 +6,7 @@ BERT-base at 64 x 128 tokens and 1.02 times that of MiniLM's shape; after `half_
 times. A single text takes about 0.1 ms more, because two more products are launched per layer
 (research/2026-11-26-gpu-first-measurements.md).
 
-H hidden
+H hidden, N heads, K heads of keys and values, D head size
 """
 
 import numpy as np
@@ -15,11 +15,9 @@ from onnx import NodeProto, helper
 
 from export.passes.graph_utils import Weights, count_readers, drop_unused_nodes, producers
 
-PARTS = 3
-
 
 def split_products(model: onnx.ModelProto) -> None:
-    """Rewrite, in place, each product whose only reader splits it into three equal parts.
+    """Rewrite, in place, each product whose only reader splits it into three parts.
 
     Rotated queries and keys come from a product that another node reads, which is not changed.
     """
@@ -27,7 +25,8 @@ def split_products(model: onnx.ModelProto) -> None:
     made, readers, weights = producers(graph), count_readers(graph), Weights(graph)
     nodes: list[NodeProto] = []
     for node in graph.node:
-        product = made.get(node.input[0]) if _splits_evenly(node) else None
+        is_split = node.op_type == "Split" and len(node.output) == 3
+        product = made.get(node.input[0]) if is_split else None
         if product is not None and product.op_type == "Gemm" and readers[node.input[0]] == 1:
             nodes += _parts(product, node, weights)
         else:
@@ -37,13 +36,10 @@ def split_products(model: onnx.ModelProto) -> None:
     drop_unused_nodes(graph)
 
 
-def _splits_evenly(node: NodeProto) -> bool:
-    return node.op_type == "Split" and len(node.input) == 1 and len(node.output) == PARTS
-
-
 def _parts(product: NodeProto, split: NodeProto, weights: Weights) -> list[NodeProto]:
-    """Return a product for each output of a Split, with its rows of the weight [3H, H] and of the bias [3H]."""
-    tensors = [np.split(weights[name], PARTS) for name in product.input[1:]]
+    """Return a product for each output of a Split, with its rows of the weight [ND + 2KD, H] and of the bias."""
+    ends = np.cumsum(weights[split.input[1]])[:-1]
+    tensors = [np.split(weights[name], ends) for name in product.input[1:]]
     return [
         helper.make_node(
             "Gemm",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from model.bert import Projections
 from model.families.spec import Family
 
 Tensors = dict[str, Tensor]
@@ -87,7 +88,10 @@ def to_hub(module: nn.Module, names: Names) -> Tensors:
     hub = {}
     for ours, tensor in module.state_dict().items():
         theirs = names(ours)
-        pieces = tensor.detach().cpu().chunk(len(theirs))
+        owner = module.get_submodule(ours.rpartition(".")[0])
+        is_split = isinstance(owner, Projections) and len(theirs) > 1
+        sizes = owner.widths if is_split else len(tensor) // len(theirs)
+        pieces = tensor.detach().cpu().split(sizes)
         hub.update((name, piece.contiguous()) for name, piece in zip(theirs, pieces, strict=True))
     return hub
 

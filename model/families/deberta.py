@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from model.attention import (
     PackedLayout,
     ScaledDotProductAttention,
-    by_head,
     count_slots,
     from_slots,
     real_slots,
+    split_heads,
     to_slots,
 )
-from model.bert import Bert, Layer
+from model.bert import Bert, Layer, Projections
 from model.config import BertConfig
 from model.families.bert_names import BERT
 
@@ -230,20 +230,17 @@ class DebertaSelfAttention(nn.Module):
 
     def __init__(self, config: DebertaConfig):
         super().__init__()
-        self.num_heads = config.num_attention_heads
+        self.num_heads, self.widths = config.num_attention_heads, config.attention_widths
         self.terms = config.pos_att_type if config.relative_attention else ()
         # A sum of more terms has a larger variance.
-        size = config.hidden_size // config.num_attention_heads
-        self.scale = (size * (1 + len(config.pos_att_type))) ** -0.5
+        self.scale = (config.head_size * (1 + len(config.pos_att_type))) ** -0.5
         self.qkv = self.make_token_projection(config)
         self.positions = nn.ModuleDict(self.make_distance_projections(config))
-        self.attend = ScaledDotProductAttention(
-            self.num_heads, config.attention_probs_dropout_prob, self.scale
-        )
+        self.attend = ScaledDotProductAttention(config, scale=self.scale)
         self.output = nn.Linear(config.hidden_size, config.hidden_size)
 
     def make_token_projection(self, config: Any) -> nn.Module:
-        return nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        return Projections(config)
 
     def make_distance_projections(self, config: Any) -> dict[str, nn.Module]:
         """Return a projection for each term; a term without one uses that of tokens."""
@@ -251,15 +248,17 @@ class DebertaSelfAttention(nn.Module):
         return {term: nn.Linear(config.hidden_size, config.hidden_size) for term in own}
 
     def forward(self, x: Tensor, layout: PackedLayout, distances: Distances | None) -> Tensor:
-        qkv = self.qkv(x)  # [T, 3H]
-        bias = None if distances is None else self.bias(qkv, layout, distances)
-        context = self.attend(qkv, layout, bias)  # [T, H]
+        q, k, v = self.qkv(x).split(self.widths, dim=-1)  # [T, H] each
+        bias = None if distances is None else self.bias(q, k, layout, distances)
+        context = self.attend(q, k, v, layout, bias)  # [T, H]
         return self.output(context)  # [T, H]
 
-    def bias(self, qkv: Tensor, layout: PackedLayout, distances: Distances) -> Tensor | None:
+    def bias(
+        self, q: Tensor, k: Tensor, layout: PackedLayout, distances: Distances
+    ) -> Tensor | None:
         """Return the distances' part of the scores, `[B, N, S, S]`; None without terms."""
-        query, key, _ = by_head(qkv, self.num_heads, layout)  # [B, N, S, D]
-        table = distances.table.to(qkv.dtype)  # [2K, H]
+        query, key = (split_heads(to_slots(x, layout), self.num_heads) for x in (q, k))
+        table = distances.table.to(q.dtype)  # [2K, H]
         total = None
         if "c2p" in self.terms:
             keys = self.project("c2p", table).index_select(0, distances.keys)  # [2S, H]

@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from model.attention import PackedLayout, ScaledDotProductAttention, count_slots
-from model.bert import ACTIVATIONS
+from model.attention import FULL, Mask, PackedLayout, ScaledDotProductAttention
+from model.bert import ACTIVATIONS, Projections
 from model.config import BertConfig
 from model.families.bert_names import BERT
 from model.pooling import first_tokens, mean_tokens
@@ -114,7 +114,7 @@ class ModernBertConfig(BertConfig):
         return {**named, "layer_types": [*self.layer_types], "rope_parameters": ropes}
 
 
-Rotation = tuple[Tensor, Tensor]  # cosines and sines, each [T, 1, 1, D / 2]
+Rotation = tuple[Tensor, Tensor]  # cosines and sines, each [T, 1, D / 2]
 
 
 def read_theta(rope: Mapping[str, Any], default: float | None) -> float | None:
@@ -151,18 +151,16 @@ def slow_dimensions(size: int, theta: float, reach: int) -> list[int]:
 def rotation(position_ids: Tensor, size: int, theta: float) -> Rotation:
     """Return the rotation of each pair of a head's dimensions at each position [T], from fast to slow."""
     frequencies = rope_frequencies(size, theta, position_ids.device)  # [D / 2]
-    angles = position_ids[:, None, None, None].float() * frequencies  # [T, 1, 1, D / 2]
+    angles = position_ids[:, None, None].float() * frequencies  # [T, 1, D / 2]
     return angles.cos(), angles.sin()
 
 
-def rotate(qkv: Tensor, num_heads: int, by: Rotation) -> Tensor:
-    """Rotate queries and keys, so that their product depends on their distance: `[T, 3H]` -> `[T, 3H]`."""
-    # [T, 3, N, 2, D / 2]; len() would fix T in an exported graph
-    halves = qkv.view(qkv.shape[0], 3, num_heads, 2, -1)
-    first, second = halves[:, :2, :, 0], halves[:, :2, :, 1]  # [T, 2, N, D / 2]
-    cosines, sines = (angles.to(qkv.dtype) for angles in by)
+def rotate(heads: Tensor, by: Rotation) -> Tensor:
+    """Rotate heads of queries and keys, so that their products depend on their distance: `[T, heads, D]`."""
+    first, second = heads.chunk(2, dim=-1)  # [T, heads, D / 2]
+    cosines, sines = (angles.to(heads.dtype) for angles in by)
     rotated = [first * cosines - second * sines, second * cosines + first * sines]
-    return torch.cat([torch.stack(rotated, dim=3), halves[:, 2:]], dim=1).view_as(qkv)  # [T, 3H]
+    return torch.cat(rotated, dim=-1)  # [T, heads, D]
 
 
 class ModernBertEmbeddings(nn.Module):
@@ -190,22 +188,21 @@ def norm(config: ModernBertConfig) -> nn.LayerNorm:
 
 
 class ModernBertSelfAttention(nn.Module):
-    """Multi-head self-attention with rotary positions; query, key and value are one projection."""
+    """Multi-head self-attention with rotary positions."""
 
-    def __init__(self, config: ModernBertConfig):
+    def __init__(self, config: ModernBertConfig, mask: Mask = FULL):
         super().__init__()
-        self.num_heads = config.num_attention_heads
-        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=config.attention_bias)
-        self.attend = ScaledDotProductAttention(
-            config.num_attention_heads, config.attention_probs_dropout_prob
-        )
-        self.output = nn.Linear(config.hidden_size, config.hidden_size, bias=config.attention_bias)
+        self.head_size = config.head_size
+        self.qkv = Projections(config, bias=config.attention_bias)
+        self.attend = ScaledDotProductAttention(config, mask)
+        self.output = nn.Linear(self.qkv.widths[0], config.hidden_size, bias=config.attention_bias)
 
-    def forward(
-        self, x: Tensor, layout: PackedLayout, by: Rotation, bias: Tensor | None = None
-    ) -> Tensor:
-        qkv = rotate(self.qkv(x), self.num_heads, by)  # [T, 3H]
-        context = self.attend(qkv, layout, bias)  # [T, H]
+    def forward(self, x: Tensor, layout: PackedLayout, by: Rotation) -> Tensor:
+        queries, keys, values = self.qkv.widths
+        qk, v = self.qkv(x).split([queries + keys, values], dim=-1)  # [T, ND + KD], [T, KD]
+        heads = rotate(qk.unflatten(-1, (-1, self.head_size)), by)  # [T, N + K, D]
+        q, k = heads.flatten(1).split([queries, keys], dim=-1)  # [T, ND], [T, KD]
+        context = self.attend(q, k, v, layout)  # [T, ND]
         return self.output(context)  # [T, H]
 
 
@@ -232,12 +229,13 @@ class ModernBertLayer(nn.Module):
         self.kind = config.layer_types[index]
         # The embeddings' output, which is the first layer's input, is already normalized.
         self.attention_norm = norm(config) if index else nn.Identity()
-        self.attention = ModernBertSelfAttention(config)
+        mask = FULL if self.kind == GLOBAL else Mask(reach=config.local_attention // 2)
+        self.attention = ModernBertSelfAttention(config, mask)
         self.feed_forward_norm = norm(config)
         self.feed_forward = ModernBertFeedForward(config)
 
-    def forward(self, x: Tensor, layout: PackedLayout, by: Rotation, bias: Tensor | None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), layout, by, bias)
+    def forward(self, x: Tensor, layout: PackedLayout, by: Rotation) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), layout, by)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
@@ -283,23 +281,9 @@ class ModernBert(nn.Module):
         rotations = {
             kind: rotation(position_ids, c.head_size, theta) for kind, theta in c.thetas.items()
         }
-        local = window_bias(count_slots(layout), c.local_attention // 2, x)  # [1, 1, S, S]
-        biases = {GLOBAL: None, LOCAL: local}
         for layer in self.layers:
-            x = layer(x, layout, rotations[layer.kind], biases[layer.kind])  # [T, H]
+            x = layer(x, layout, rotations[layer.kind])  # [T, H]
         return self.norm(x)  # [T, H]
-
-
-def window_bias(longest: int, reach: int, like: Tensor) -> Tensor:
-    """Return the score bias of local attention, `[1, 1, S, S]`: zero within reach, a large negative number beyond.
-
-    reach: tokens to each side
-    like: a tensor with the device and type of the result
-    """
-    places = torch.arange(longest, device=like.device)  # [S]
-    is_far = (places[None, :] - places[:, None]).abs() > reach  # [S, S]
-    masked = torch.finfo(torch.float16).min / 2  # its sum with a score is finite in any precision
-    return (is_far * masked).to(like.dtype)[None, None]  # [1, 1, S, S]
 
 
 # -- heads ------------------------------------------------------------------------------------------------------------

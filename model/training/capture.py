@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
-from model.attention import PackedLayout, ScaledDotProductAttention
+from model.attention import ScaledDotProductAttention
 
 
 @dataclass
@@ -14,14 +15,14 @@ class Captured:
     """Tensors of one forward pass or several, in the order in which the encoder computes them.
 
     hidden_states: [T, H] the embeddings' output, then each layer's; the last is the encoder's own output
-    projections: [T, 3H] queries, keys and values of each layer, before any rotation by position
+    projections: [T, ND], [T, KD] and [T, KD] queries, keys and values of each layer, before any rotation by position
     attention_weights: [B, N, S, S] of each layer; each row (a query's weights) sums to one
 
     A layer that is applied several times (ALBERT) has an item for each time. Shapes as in `model/bert.py`.
     """
 
     hidden_states: list[Tensor] = field(default_factory=list)
-    projections: list[Tensor] = field(default_factory=list)
+    projections: list[tuple[Tensor, ...]] = field(default_factory=list)
     attention_weights: list[Tensor] = field(default_factory=list)
 
 
@@ -43,12 +44,10 @@ def capture(
         captured.hidden_states[-1] = output  # a last norm follows the layers in some families
 
     def keep_projection(module: nn.Module, inputs: object, output: Tensor) -> None:
-        captured.projections.append(output)
+        captured.projections.append(output.split(encoder.config.attention_widths, dim=-1))
 
     def keep_weights(
-        module: ScaledDotProductAttention,
-        inputs: tuple[Tensor, PackedLayout, Tensor | None],
-        output: Tensor,
+        module: ScaledDotProductAttention, inputs: tuple[Any, ...], output: Tensor
     ) -> None:
         captured.attention_weights.append(module.weights(*inputs))
 

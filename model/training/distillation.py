@@ -8,7 +8,7 @@ Shapes as in `model/bert.py`, except N relation heads and D numbers of a vector.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -304,12 +304,12 @@ class CapturedBatch(NamedTuple):
 
     outputs: of heads by name, in full precision
     hidden: `[T, H]` of the embeddings and after each layer
-    qkv: `[T, 3H]` each layer's queries, keys and values, where requested
+    qkv: each layer's queries, keys and values, where requested
     """
 
     outputs: dict[str, Tensor]
     hidden: list[Tensor]
-    qkv: list[Tensor]
+    qkv: list[tuple[Tensor, ...]]
     layout: PackedLayout
 
 
@@ -395,16 +395,18 @@ def similarity_loss(ours: Tensor, theirs: Tensor) -> Loss:
     return Loss(F.mse_loss(*(each[others] for each in cosines)), 1.0)
 
 
-def relation_loss(ours: Tensor, theirs: Tensor, layout: PackedLayout, num_heads: int) -> Loss:
+def relation_loss(
+    ours: Iterable[Tensor], theirs: Iterable[Tensor], layout: PackedLayout, num_heads: int
+) -> Loss:
     """Return the loss of the self-relations of queries, keys and values: MiniLMv2 (Wang et al. 2021).
 
-    ours, theirs: `[T, 3H]`, of widths that may differ. Each third is split into `num_heads` relation heads, with
-    softmax(x @ x.T / sqrt(size)) over each token's sequence. The loss is the KL divergence from the teacher's: the mean
-    over tokens and heads, the sum over the three.
+    ours, theirs: queries, keys and values, of widths that may differ. Each is split into `num_heads` relation heads,
+    with softmax(x @ x.T / sqrt(size)) over each token's sequence. The loss is the KL divergence from the teacher's: the
+    mean over tokens and heads, the sum over the three.
     """
     each_third = [
-        divergence(_relations(a, layout, num_heads), _relations(b, layout, num_heads), 1.0)
-        for a, b in zip(ours.float().chunk(3, dim=1), theirs.float().chunk(3, dim=1), strict=True)
+        divergence(*(_relations(x.float(), layout, num_heads) for x in pair), 1.0)
+        for pair in zip(ours, theirs, strict=True)
     ]
     real = real_slots(layout)[:, None].expand_as(each_third[0])  # [B, N, S]
     return Loss(torch.stack([each[real].mean() for each in each_third]).sum(), 1.0)

@@ -33,7 +33,9 @@ def init_token_matching(encoder: nn.Module, layers: int, seed: int) -> None:
         qkv = parts.get(f"layers.{layer}.attention.qkv")
         theta = config.theta_of(layer) if qkv else None
         slow = slow_dimensions(size, theta, REACH) if theta else []
-        if not (isinstance(qkv, nn.Linear) and slow and heads > 1):
+        if not (
+            isinstance(qkv, nn.Linear) and slow and heads > 1 and config.num_key_heads == heads
+        ):
             raise ValueError(
                 f"matching_layers: layer {layer + 1} of this {config.model_type} has no heads that can match tokens"
             )

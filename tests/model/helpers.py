@@ -1,20 +1,21 @@
 """Small models, random batches, and what transformers is called with for the same batch."""
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from model.attention import PackedLayout
+from model.attention import FULL, Mask, PackedLayout
 from model.config import BertConfig
 from model.training.training_run import TrainingRun
 from service.core import packing
@@ -80,6 +81,60 @@ def theirs(packed: Packed) -> dict[str, Tensor]:
     return {name: torch.as_tensor(v) for name, v in padded.items()} | {
         "attention_mask": torch.as_tensor(mask.astype(np.int64))
     }
+
+
+class Heads(NamedTuple):
+    """Numbers of heads, and their size."""
+
+    queries: int
+    keys: int
+    size: int
+
+    @property
+    def widths(self) -> list[int]:
+        return [self.queries * self.size, *[self.keys * self.size] * 2]
+
+
+def by_definition(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Sequence[int],
+    heads: Heads,
+    mask: Mask | tuple[float, float] = FULL,
+    bias: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Return softmax(Q Kᵀ / √D + bias) V over the visible keys, one sequence, head and query after the other.
+
+    mask: or the tokens before and after a query that it attends to
+    """
+    if isinstance(mask, Mask):
+        reach = math.inf if mask.reach is None else mask.reach
+        mask = (reach, 0 if mask.causal else reach)
+    before, after = mask
+    contexts = []
+    for i, rows in enumerate(zip(*(part.split([*lengths]) for part in (q, k, v)), strict=True)):
+        queries, keys, values = (part.split(heads.size, dim=1) for part in rows)
+        for n, query in enumerate(queries):
+            group = n * heads.keys // heads.queries
+            scores = query @ keys[group].T * (scale or heads.size**-0.5)
+            if bias is not None:
+                own = bias[i % len(bias), n % bias.shape[1]]
+                scores = scores + own[: len(query), : len(query)]
+            for place, row in enumerate(scores):
+                seen = [j for j in range(len(row)) if -before <= j - place <= after]
+                contexts.append(torch.softmax(row[seen], -1) @ values[group][seen])
+    pieces = iter(contexts)
+    return torch.cat(
+        [
+            torch.cat(
+                [torch.stack([next(pieces) for _ in range(length)]) for _ in range(heads.queries)],
+                1,
+            )
+            for length in lengths
+        ]
+    )
 
 
 def real(slots: Tensor, packed: Packed) -> Tensor:

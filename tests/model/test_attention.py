@@ -1,7 +1,8 @@
-"""Every lowering of attention computes what the definition says, and keeps sequences apart."""
+"""Every lowering of attention computes its definition, for every mask and any heads, and keeps sequences apart."""
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,60 +10,126 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from model.attention import PackedLayout, ScaledDotProductAttention, attention
+from model.attention import Mask, PackedLayout, ScaledDotProductAttention, attention
 from service.core import packing
-from tests.model.helpers import LENGTHS, TOLERANCE
+from tests.model.helpers import LENGTHS, TOLERANCE, Heads, by_definition, shape
 
-HEADS, HIDDEN = 4, 24
+HEADS = 4
+EQUAL = Heads(HEADS, HEADS, 6)
+HALF = {"rtol": 0.02, "atol": 0.02}
+MASKS = {
+    "full": Mask(),
+    "window": Mask(reach=2),
+    "causal": Mask(causal=True),
+    "causal window": Mask(causal=True, reach=2),
+}
+every_mask = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+any_heads = pytest.mark.parametrize(
+    "heads", [EQUAL, Heads(4, 2, 6), Heads(4, 1, 10)], ids=["equal", "grouped", "one of keys"]
+)
+Parts = tuple[Tensor, Tensor, Tensor]
 
 
-def draw(lengths: list[int], seed: int = 0) -> tuple[Tensor, PackedLayout]:
+def draw(lengths: list[int], seed: int = 0, heads: Heads = EQUAL) -> tuple[Parts, PackedLayout]:
     generator = torch.Generator().manual_seed(seed)
-    qkv = torch.randn(sum(lengths), 3 * HIDDEN, generator=generator)
-    return qkv, PackedLayout.of(packing.make_layout(lengths))
-
-
-def by_definition(
-    qkv: Tensor, lengths: list[int], bias: Tensor | None = None, scale: float | None = None
-) -> Tensor:
-    """softmax(Q Kᵀ / √D + bias) V, one sequence and one head after the other."""
-    scale = scale or 1 / math.sqrt(HIDDEN // HEADS)
-    contexts = []
-    for i, rows in enumerate(qkv.split(lengths)):
-        parts = (part.chunk(HEADS, dim=1) for part in rows.chunk(3, dim=1))
-        heads = []
-        for n, (query, key, value) in enumerate(zip(*parts, strict=True)):
-            scores = query @ key.T * scale
-            if bias is not None:
-                own = bias[i % len(bias), n % bias.shape[1]]
-                scores = scores + own[: len(rows), : len(rows)]
-            heads.append(torch.softmax(scores, -1) @ value)
-        contexts.append(torch.cat(heads, 1))
-    return torch.cat(contexts)
+    q, k, v = (torch.randn(sum(lengths), width, generator=generator) for width in heads.widths)
+    return (q, k, v), PackedLayout.of(packing.make_layout(lengths))
 
 
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=8), seed=st.integers(0, 99))
 def test_packed_is_the_definition(lengths: list[int], seed: int) -> None:
-    """Packed attention is softmax attention within each sequence, whatever their lengths."""
+    """Packed attention is softmax attention within each sequence, for any lengths."""
     qkv, layout = draw(lengths, seed)
 
-    context = attention(qkv, HEADS, layout)
+    context = attention(*qkv, layout, HEADS)
 
-    torch.testing.assert_close(context, by_definition(qkv, lengths), **TOLERANCE)
+    torch.testing.assert_close(context, by_definition(*qkv, lengths, EQUAL), **TOLERANCE)
 
 
+@every_mask
+@any_heads
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-@pytest.mark.parametrize("each", [False, True], ids=["one scale", "each its own"])
-def test_bias_and_scale(lengths: list[int], each: bool) -> None:
-    """A bias for all sequences and heads, or for each, is added to scores that were scaled as told."""
-    qkv, layout = draw(lengths)
-    shape = (len(lengths) if each else 1, HEADS if each else 1, max(lengths), max(lengths))
-    bias = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    expected = by_definition(qkv, lengths, bias, 0.3)
+class TestLowerings:
+    def test_fused(self, lengths: list[int], heads: Heads, mask: Mask) -> None:
+        qkv, layout = draw(lengths, heads=heads)
+        context = attention(*qkv, layout, *heads[:2], mask)
+        expected = by_definition(*qkv, lengths, heads, mask)
+        torch.testing.assert_close(context, expected, **TOLERANCE)
 
-    torch.testing.assert_close(
-        attention(qkv, HEADS, layout, bias=bias, scale=0.3), expected, **TOLERANCE
-    )
+    def test_written_out(self, lengths: list[int], heads: Heads, mask: Mask) -> None:
+        """In half precision, with and without gradients."""
+        qkv, layout = draw(lengths, heads=heads)
+        half = [part.bfloat16().requires_grad_() for part in qkv]
+        expected = by_definition(*(part.detach().float() for part in half), lengths, heads, mask)
+        context = attention(*half, layout, *heads[:2], mask)
+        assert "SoftmaxBackward0" in graph_of(context)
+        torch.testing.assert_close(context.float(), expected, **HALF)
+        context.sum().backward()
+        assert all(part.grad is not None and part.grad.isfinite().all() for part in half)
+
+    def test_weights(self, lengths: list[int], heads: Heads, mask: Mask) -> None:
+        """Attention weights sum to one, are zero on padding, and give attention's own context."""
+        qkv, layout = draw(lengths, heads=heads)
+        attend = ScaledDotProductAttention(shape(num_attention_heads=HEADS), mask)
+        attend.num_key_heads = heads.keys
+
+        weights = attend.weights(*qkv, layout)
+
+        batch, longest = layout.unpack.shape
+        assert weights.shape == (batch, HEADS, longest, longest)
+        for row, length in enumerate(lengths):
+            own = weights[row, :, :length]
+            torch.testing.assert_close(own.sum(-1), torch.ones(own.shape[:-1]))
+            assert not own[:, :, length:].any()
+        value = qkv[2].index_select(0, layout.unpack.flatten())
+        value = value.view(batch, longest, heads.keys, -1).transpose(1, 2)
+        value = value.repeat_interleave(heads.queries // heads.keys, dim=1)
+        context = (weights @ value).transpose(1, 2).reshape(batch * longest, -1)
+        found = attend.eval()(*qkv, layout)
+        torch.testing.assert_close(context.index_select(0, layout.pack), found, **TOLERANCE)
+
+    def test_varlen(
+        self, lengths: list[int], heads: Heads, mask: Mask, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """CUDA's kernel gets the boundaries, the window and the groups of heads."""
+        from model import attention as module
+
+        def kernel(*tensors: Any, window_size: tuple[int, int], enable_gqa: bool, scale: float):
+            q, k, v, starts, ends, *longest = tensors
+            assert torch.equal(starts, ends)
+            assert longest == [max(lengths)] * 2
+            assert enable_gqa == (heads.keys < heads.queries)
+            before, after = (math.inf if size < 0 else size for size in window_size)
+            flat = (part.flatten(1) for part in (q, k, v))
+            own = by_definition(*flat, ends.diff().tolist(), heads, (before, after), scale=scale)
+            return own.view_as(q)
+
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+        qkv, layout = draw(lengths, heads=heads)
+        x = module.Inputs(*qkv, layout, *heads[:2], mask, bias=None, scale=0.3, dropout=0.0)
+        expected = by_definition(*qkv, lengths, heads, mask, scale=0.3)
+        torch.testing.assert_close(module._varlen(x), expected, **TOLERANCE)
+
+
+@every_mask
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("each", [False, True], ids=["one bias", "a bias each"])
+def test_bias_and_scale(lengths: list[int], each: bool, mask: Mask) -> None:
+    """A bias for all sequences and heads, or for each, is added to the scores after they are scaled."""
+    qkv, layout = draw(lengths)
+    size = (len(lengths) if each else 1, HEADS if each else 1, max(lengths), max(lengths))
+    bias = torch.randn(size, generator=torch.Generator().manual_seed(1))
+
+    context = attention(*qkv, layout, HEADS, mask=mask, bias=bias, scale=0.3)
+
+    expected = by_definition(*qkv, lengths, EQUAL, mask, bias, 0.3)
+    torch.testing.assert_close(context, expected, **TOLERANCE)
+
+
+def test_groups_are_whole() -> None:
+    qkv, layout = draw([3])
+    with pytest.raises(ValueError, match="4 heads are not a multiple of 3 heads of keys"):
+        attention(*qkv, layout, HEADS, num_key_heads=3)
 
 
 def test_full_layout_gathers_nothing() -> None:
@@ -71,8 +138,8 @@ def test_full_layout_gathers_nothing() -> None:
     assert layout.full
 
     torch.testing.assert_close(
-        attention(qkv, HEADS, layout),
-        attention(qkv, HEADS, replace(layout, full=False)),
+        attention(*qkv, layout, HEADS),
+        attention(*qkv, replace(layout, full=False), HEADS),
         **TOLERANCE,
     )
 
@@ -81,37 +148,15 @@ def test_sequences_do_not_see_each_other() -> None:
     """Changing one sequence leaves the others exactly as they were."""
     lengths = [5, 9, 3]
     qkv, layout = draw(lengths)
-    changed = qkv.clone()
-    changed[5:14] += 1
+    changed = [part.clone() for part in qkv]
+    for part in changed:
+        part[5:14] += 1
 
-    before, after = (attention(x, HEADS, layout).split(lengths) for x in (qkv, changed))
+    before, after = (attention(*x, layout, HEADS).split(lengths) for x in (qkv, changed))
 
     assert torch.equal(after[0], before[0])
     assert torch.equal(after[2], before[2])
     assert not torch.allclose(after[1], before[1])
-
-
-@pytest.mark.parametrize("lengths", [[4, 1, 7], [6, 6, 6]], ids=["uneven", "full"])
-@pytest.mark.parametrize("biased", [False, True], ids=["without bias", "with bias"])
-def test_written_out_is_the_same(lengths: list[int], biased: bool) -> None:
-    """Where a CPU trains in half precision attention is written out: to the precision of bfloat16 it is the same."""
-    qkv, layout = draw(lengths)
-    longest = max(lengths)
-    bias = torch.randn(1, HEADS, longest, longest) if biased else None
-    half = qkv.bfloat16().requires_grad_()
-
-    context = attention(half, HEADS, layout, bias=bias)
-    with torch.no_grad():
-        fused = attention(half, HEADS, layout, bias=bias)
-
-    rounded = half.detach().float()
-    expected = by_definition(rounded, lengths, None if bias is None else bias.bfloat16().float())
-    torch.testing.assert_close(context.float(), expected, rtol=0.02, atol=0.02)
-    torch.testing.assert_close(context, fused, rtol=0.02, atol=0.02)
-    assert "Softmax" in str(graph_of(context))
-    context.sum().backward()
-    assert half.grad is not None
-    assert half.grad.isfinite().all()
 
 
 def graph_of(x: Tensor) -> set[str]:
@@ -128,33 +173,33 @@ def graph_of(x: Tensor) -> set[str]:
 def test_dropout_written_out() -> None:
     """Dropout takes weights away there, too, and gives the others more: the mean stays."""
     qkv, layout = draw([8, 8])
-    half = (0.01 * qkv).bfloat16().requires_grad_()
+    half = [(0.01 * part).bfloat16().requires_grad_() for part in qkv]
 
     torch.manual_seed(0)
-    drawn = torch.stack([attention(half, HEADS, layout, dropout=0.5) for _ in range(300)])
+    drawn = torch.stack([attention(*half, layout, HEADS, dropout=0.5) for _ in range(300)])
 
     assert len({tuple(context.flatten().tolist()) for context in drawn[:10]}) == 10
-    expected = attention(half, HEADS, layout).float()
+    expected = attention(*half, layout, HEADS).float()
     torch.testing.assert_close(drawn.float().mean(0), expected, rtol=0, atol=0.002)
 
 
-def test_gradients() -> None:
+@every_mask
+def test_gradients(mask: Mask) -> None:
     """The gradients of packed attention equal the gradients of its definition."""
     lengths = [4, 1, 7]
-    qkv, layout = draw(lengths)
-    weights = torch.randn(12, HIDDEN, generator=torch.Generator().manual_seed(1))
-
-    def gradient(context: Tensor, leaf: Tensor) -> Tensor:
-        (context * weights).sum().backward()
-        assert leaf.grad is not None
-        return leaf.grad
-
-    ours, theirs = (qkv.clone().requires_grad_() for _ in range(2))
-    torch.testing.assert_close(
-        gradient(attention(ours, HEADS, layout), ours),
-        gradient(by_definition(theirs, lengths), theirs),
-        **TOLERANCE,
+    heads = Heads(4, 2, 6)
+    qkv, layout = draw(lengths, heads=heads)
+    ours, theirs = ([part.clone().requires_grad_() for part in qkv] for _ in range(2))
+    contexts = (
+        attention(*ours, layout, *heads[:2], mask),
+        by_definition(*theirs, lengths, heads, mask),
     )
+    weights = torch.randn(12, 24, generator=torch.Generator().manual_seed(1))
+    for context in contexts:
+        (context * weights).sum().backward()
+
+    for own, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(own.grad, other.grad, **TOLERANCE)
 
 
 def test_dropout_drops_weights() -> None:
@@ -163,28 +208,8 @@ def test_dropout_drops_weights() -> None:
 
     def dropped(seed: int) -> Tensor:
         torch.manual_seed(seed)
-        return attention(qkv, HEADS, layout, dropout=0.5)
+        return attention(*qkv, layout, HEADS, dropout=0.5)
 
     assert torch.equal(dropped(1), dropped(1))
     assert not torch.equal(dropped(1), dropped(2))
-    assert not torch.allclose(dropped(1), attention(qkv, HEADS, layout))
-
-
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_weights_are_those_of_attention(lengths: list[int]) -> None:
-    """Attention weights sum to one, are zero on padding, and give attention's own context."""
-    qkv, layout = draw(lengths)
-    attend = ScaledDotProductAttention(HEADS, dropout=0.0)
-
-    found = attend(qkv, layout)
-
-    weights = attend.weights(qkv, layout)
-    batch, longest = layout.unpack.shape
-    assert weights.shape == (batch, HEADS, longest, longest)
-    torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
-    for row, length in enumerate(lengths):
-        assert not weights[row, :, :, length:].any()
-    value = qkv.chunk(3, dim=1)[2].index_select(0, layout.unpack.flatten())
-    value = value.view(batch, longest, HEADS, -1).transpose(1, 2)
-    context = (weights @ value).transpose(1, 2).reshape(batch * longest, -1)
-    torch.testing.assert_close(context.index_select(0, layout.pack), found, **TOLERANCE)
+    assert not torch.allclose(dropped(1), attention(*qkv, layout, HEADS))

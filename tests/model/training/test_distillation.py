@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,14 +137,16 @@ def test_equal_answers_cost_nothing() -> None:
 # -- relations --------------------------------------------------------------------------------------------------------
 
 
-def relations_by_hand(ours: Tensor, theirs: Tensor, lengths: list[int], num_heads: int) -> Tensor:
+def relations_by_hand(
+    ours: Sequence[Tensor], theirs: Sequence[Tensor], lengths: list[int], num_heads: int
+) -> Tensor:
     """MiniLMv2's definition: one sequence, one relation head and one query at a time."""
     total = torch.zeros(())
     for part in range(3):
         costs = []
         for a, b in zip(
-            ours.chunk(3, dim=1)[part].split(lengths),
-            theirs.chunk(3, dim=1)[part].split(lengths),
+            ours[part].split(lengths),
+            theirs[part].split(lengths),
             strict=True,
         ):
             for x, y in zip(a.chunk(num_heads, dim=1), b.chunk(num_heads, dim=1), strict=True):
@@ -163,8 +166,9 @@ def test_relations_are_as_defined(lengths: list[int], num_heads: int) -> None:
     ours, theirs = logits(total, 3 * 8) / 3, logits(total, 3 * 16, seed=1) / 3
     ours.requires_grad_()
     layout = PackedLayout.of(packing.make_layout(lengths))
-    found = distillation.relation_loss(ours, theirs, layout, num_heads).value
-    by_hand = relations_by_hand(ours, theirs, lengths, num_heads)
+    parts = [x.chunk(3, dim=1) for x in (ours, theirs)]
+    found = distillation.relation_loss(*parts, layout, num_heads).value
+    by_hand = relations_by_hand(*parts, lengths, num_heads)
     torch.testing.assert_close(found, by_hand, rtol=1e-4, atol=1e-5)
     (gradient,) = torch.autograd.grad(found, ours)
     (expected,) = torch.autograd.grad(by_hand, ours)
@@ -438,7 +442,7 @@ def test_relations_are_those_of_the_layer(tokenizer_file: Path) -> None:
         distillation.run_batch(model, drawn.encodings, [], relations=True).qkv
         for model in (student, asked.model)
     )
-    assert [part.shape[1] for part in (*ours, *theirs)] == [48, 48, 96, 96]
+    assert [part.shape[1] for layer in (*ours, *theirs) for part in layer] == [16] * 6 + [32] * 6
     lengths = [len(window) for window in drawn.encodings]
     for layer in (0, -1):
         teaching = DistillationObjective(
@@ -464,7 +468,7 @@ def test_every_family_shows_its_projections(model_type: str, tokenizer_file: Pat
     model = EncoderWithHeads(config, {}).eval()
     _, drawn = lesson(None)
     seen = distillation.run_batch(model, drawn.encodings, [], relations=True)
-    assert [part.shape for part in seen.qkv] == [(drawn.tokens, 96)] * 3
+    assert [part.shape for layer in seen.qkv for part in layer] == [(drawn.tokens, 32)] * 9
     assert len(seen.hidden) == 4
     assert distillation.run_batch(model, drawn.encodings, []).qkv == []
 
