@@ -4,8 +4,8 @@ if __name__ == "__main__":
     # Before the other imports, because they start threads, and process 1 would lose signals during the imports.
     import sys
 
-    from service.process_signals import at_start
     from service.processes.child_process import start_early
+    from service.processes.process_signals import at_start
 
     at_start()
     start_early(sys.argv[1:])

@@ -2,8 +2,8 @@
 
 import sys
 
-from service.process_signals import at_start
 from service.processes.child_process import start_early
+from service.processes.process_signals import at_start
 
 
 def main() -> None:

@@ -13,14 +13,14 @@ import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter
 
-from service.priority import CLASSES, Class
-
 Permission = Literal["inference", "metrics", "admin"]
+Class = Literal["interactive", "bulk"]  # of requests, by priority
 
+CLASSES: tuple[Class, ...] = get_args(Class)  # the index of a class is its priority
 PRIORITIES: Mapping[str, int] = {name: priority for priority, name in enumerate(CLASSES)}
 ONLY = "default"  # the name of a key that is set without a name
 NAME = r"^[A-Za-z0-9_-]{1,64}$"  # a bare key in TOML

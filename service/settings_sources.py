@@ -11,9 +11,9 @@ from typing import Any
 
 from pydantic import SecretStr, ValidationError
 
+from service.core.token_table import read_token_table
 from service.keys import ONLY, Key, Keys, digest, join_keys, read_keys
 from service.settings import Settings, Variables, did_you_mean, flag
-from service.token_table import read_token_table
 from service.variables import variable
 
 FILE = Path("quartet.toml")  # read when no other file is named

@@ -23,7 +23,7 @@ from service.core.bundle import cosine
 from service.core.decode import AnswerSpan, LabelScore, TokenScore
 from service.engines.engine import INLINE_TOKENS, Engine, EngineTask, Reply, Ticket
 from service.errors import Overloaded, QuartetError
-from service.priority import CLASSES
+from service.keys import CLASSES
 from service.scheduling.load import Load
 
 log = structlog.get_logger()

@@ -23,9 +23,9 @@ from prometheus_client import (
 from prometheus_client.metrics_core import Metric
 
 from service.errors import DeadlineExceeded, InternalError, Overloaded, kinds
+from service.keys import CLASSES
 from service.observability import logs
 from service.observability.shared_call import SharedCall
-from service.priority import CLASSES
 from service.scheduling.executor import BatchStats
 from service.scheduling.load import Load
 

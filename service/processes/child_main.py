@@ -14,8 +14,8 @@ import uvloop
 
 from service import liveness
 from service.observability import logs
-from service.process_signals import IGNORED, STOP, die_with_parent, ignore
 from service.processes.control_channel import ControlChannel, Report
+from service.processes.process_signals import IGNORED, STOP, die_with_parent, ignore
 from service.processes.supervisor import CANNOT_START, read_startup_config
 from service.settings import Settings
 

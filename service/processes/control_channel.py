@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from service import liveness
-from service.process_signals import die_with_parent, end_within
+from service.processes.process_signals import die_with_parent, end_within
 from service.shutdown import Stage
 
 LEAVE, DRAIN, HURRY = b"L", b"D", b"H"

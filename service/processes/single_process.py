@@ -14,11 +14,11 @@ from service.api.app import create_app
 from service.engines.local_device import open_device
 from service.engines.registry import Engines
 from service.errors import NotReady
-from service.key_file_watcher import KeyFiles
 from service.middleware.access_control import KeyCheck
 from service.observability.logs import exit_at_once
 from service.observability.metrics import Metrics
-from service.process_signals import reap_orphans, stop_signals
+from service.processes.key_file_watcher import KeyFiles
+from service.processes.process_signals import reap_orphans, stop_signals
 from service.rollout.directory_watcher import watch
 from service.rollout.model_manager import ModelManager
 from service.server.server import Server

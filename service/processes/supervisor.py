@@ -25,11 +25,9 @@ from typing import Any
 import structlog
 
 from service import liveness
-from service.key_file_watcher import KeyFiles
 from service.keys import Keys, dump_keys
 from service.liveness import LastSign, StallClock
 from service.memory_limit import explain_kill, oom_kills
-from service.process_signals import reap_orphans, stop_signals
 from service.processes import child_process
 from service.processes.child_process import ChildProcess
 from service.processes.control_channel import (
@@ -40,6 +38,8 @@ from service.processes.control_channel import (
     ChildControl,
     Report,
 )
+from service.processes.key_file_watcher import KeyFiles
+from service.processes.process_signals import reap_orphans, stop_signals
 from service.settings import Settings
 from service.settings_sources import CANNOT_GO_ON, KeySource
 from service.shutdown import Shutdown, Stage

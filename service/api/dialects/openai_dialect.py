@@ -32,10 +32,10 @@ from service.api.engine_call import json_response, receive_call, service_of
 from service.api.native_routes import Route
 from service.api.schemas import AtLeastOne
 from service.core.bundle import InputType, OutputDtype
+from service.core.token_table import read_token_table
 from service.engines.engine import Engine
 from service.errors import ErrorForm, QuartetError, UnknownModel
 from service.tasks.embedding import Embedding
-from service.token_table import read_token_table
 
 PREFIX = "v1"
 TAG = "OpenAI"

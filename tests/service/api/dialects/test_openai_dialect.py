@@ -10,8 +10,8 @@ import pytest
 import tiktoken
 
 from service.api.dialects.openai_dialect import cached_token_table
+from service.core.token_table import SPECIAL_TOKENS
 from service.tasks.embedding import Embedding
-from service.token_table import SPECIAL_TOKENS
 from tests.service.fakes import FakeEngine
 
 Connect = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from service.core.token_table import read_token_table
 from service.settings_sources import ConfigError, configure
-from service.token_table import read_token_table
 
 
 @pytest.mark.parametrize(

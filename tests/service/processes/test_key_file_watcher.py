@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from structlog.typing import EventDict
 
-from service import key_file_watcher
-from service.key_file_watcher import KeyFiles
 from service.keys import Keys
+from service.processes import key_file_watcher
+from service.processes.key_file_watcher import KeyFiles
 from service.settings_sources import KeySource, configure
 
 
