@@ -21,7 +21,7 @@ import tokenizers
 import torch
 from pydantic import model_validator
 
-from model import config, evaluate, findings
+from model import config, dev_report, evaluate
 from model.checkpoints import reader, writer
 from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.source import tokenizer_file as own_tokenizer
@@ -622,14 +622,16 @@ def examine(
         if name not in outputs:
             continue
         rows, head = dev[name].rows, model.described[saved]
-        found = findings.fit(rows, outputs[name], head)
+        found = dev_report.fit(rows, outputs[name], head)
         if found:
             temperature = found.temperature
             update = {"calibration_temperature": temperature}
             model.described[saved] = head.model_copy(update=update)
             errors = {"error_before": found.error_before, "error_after": found.error_after}
             calibrations[name] = {"temperature": temperature, **errors}
-        sections.append(findings.describe(name, rows, outputs[name], head, dev[name].origin, found))
+        sections.append(
+            dev_report.describe(name, rows, outputs[name], head, dev[name].origin, found)
+        )
     return calibrations, sections
 
 

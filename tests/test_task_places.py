@@ -44,7 +44,7 @@ ELSEWHERE = {
     "sparse-embedding": {
         *("model.heads", "model.families.spec", "model.checkpoints.reader"),
         *("model.checkpoints.source", "model.checkpoints.bge_heads"),
-        *("model.data.examples", "model.evaluate", "model.findings"),
+        *("model.data.examples", "model.evaluate", "model.dev_report"),
     },
 }
 

@@ -60,5 +60,5 @@ def check(path: Path) -> None:
                 raise DataError(
                     f"{path} is not the file of {locked.name} that model/{LOCK.name} knows: its SHA-256 is {found}, and"
                     f" {expected} is locked. If it is meant to be another from now on:"
-                    f" python -m model.lock {whole.removesuffix(file)} --update"
+                    f" python -m model.dataset_files {whole.removesuffix(file)} --update"
                 )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from model import lock, tokenizer
+from model import dataset_files, tokenizer
 from model.data import checksums, corpus, labelled_rows
 from model.data.checksums import DataError
 from model.run_settings import read_config
@@ -23,17 +23,17 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file = tmp_path / "data" / "made" / "up.jsonl"
     file.parent.mkdir(parents=True)
     file.write_text('{"text": "a", "label": "x"}\n')
-    (tmp_path / "lock.toml").write_text(
+    (tmp_path / "dataset_files.toml").write_text(
         f"# A comment.\n[made-up]\n{KIND}\n[made-up.files]\n"
         f'"made/up.jsonl" = "{bundle.hash_file(file)}"\n"made/other.jsonl" = "{"0" * 64}"\n'
     )
-    monkeypatch.setattr(checksums, "LOCK", tmp_path / "lock.toml")
+    monkeypatch.setattr(checksums, "LOCK", tmp_path / "dataset_files.toml")
     return tmp_path / "data"
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
     monkeypatch.setattr(sys, "argv", ["lock", *map(str, arguments)])
-    lock.main()
+    dataset_files.main()
 
 
 def told(text: str) -> list[tuple[str, ...]]:
@@ -55,7 +55,7 @@ def test_a_changed_file_is_refused_with_both_sums(data: Path) -> None:
         labelled_rows.read(file, "classification")
     message = str(refused.value)
     assert [bundle.hash_file(file), locked] == re.findall(r"\b[0-9a-f]{64}\b", message)
-    assert f"python -m model.lock {data}/ --update" in message
+    assert f"python -m model.dataset_files {data}/ --update" in message
 
 
 def test_a_corpus_is_compared_before_it_is_read(
@@ -144,7 +144,7 @@ def test_what_is_wrong_in_the_lock_is_named(
     data: Path, change: tuple[str, str], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checksums.LOCK.write_text(checksums.LOCK.read_text().replace(*change))
-    with pytest.raises(SystemExit, match=f"lock.toml: .*(?s:.*){reason}"):
+    with pytest.raises(SystemExit, match=f"dataset_files.toml: .*(?s:.*){reason}"):
         run(monkeypatch, data)
 
 

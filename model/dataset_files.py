@@ -1,4 +1,4 @@
-"""The data sets and their terms: `python -m model.lock FOLDER [--update]` compares a folder's files with them.
+"""The data sets and their terms: `python -m model.dataset_files FOLDER [--update]` compares a folder's files with them.
 
 `datasets.toml` has the terms of each data set and the SHA-256 of its files (`model.data.checksums`).
 """
