@@ -413,6 +413,7 @@ async def run(
         log_bug(failure)
         error = failure
     except Exception:
+        # Any other error is a bug. gRPC would send its text to the client.
         error = log_internal_error()
     own.code, own.status = error.code, error.status
     return None, error.with_traceback(None)
