@@ -100,16 +100,7 @@ async def classify(request: Request) -> Response:
     """Labels and their scores for each text, or each pair of texts."""
     call = await receive_call(request, ClassifyRequest)
     body = call.body
-    task = Classification(
-        texts=body.inputs,
-        pairs=body.text_pair,
-        top_k=body.top_k,
-        truncate=body.truncate,
-        stride=body.stride,
-        threshold=body.threshold,
-        function_to_apply=body.function_to_apply,
-        calibrated=body.calibrated,
-    )
+    task = body.fill(Classification, texts=body.inputs, pairs=body.text_pair)
     return await call.answer(task, "result", each(label))
 
 
@@ -118,13 +109,7 @@ async def ner(request: Request) -> Response:
     """The named entities of each text, with their places in it."""
     call = await receive_call(request, NerRequest)
     body = call.body
-    task = EntityRecognition(
-        texts=body.inputs,
-        aggregation_strategy=body.aggregation_strategy,
-        offset_unit=body.offset_unit,
-        truncate=body.truncate,
-        stride=body.stride,
-    )
+    task = body.fill(EntityRecognition, texts=body.inputs)
     key = "entity" if body.aggregation_strategy == "none" else "entity_group"
     return await call.answer(task, "result", each(partial(entity, key)))
 
@@ -134,15 +119,7 @@ async def qa(request: Request) -> Response:
     """The spans of a context that answer a question best."""
     call = await receive_call(request, QaRequest)
     body = call.body
-    task = QuestionAnswering(
-        questions=body.questions,
-        contexts=body.contexts,
-        top_k=body.top_k,
-        handle_impossible_answer=body.handle_impossible_answer,
-        offset_unit=body.offset_unit,
-        truncate=body.truncate,
-        stride=body.stride,
-    )
+    task = body.fill(QuestionAnswering, questions=body.questions, contexts=body.contexts)
     return await call.answer(task, "result", each(answer))
 
 
@@ -151,17 +128,7 @@ async def embed(request: Request) -> Response:
     """One vector for each text."""
     call = await receive_call(request, EmbedRequest)
     body = call.body
-    task = Embedding(
-        texts=body.inputs,
-        normalize=body.normalize,
-        dimensions=body.dimensions,
-        truncate=body.truncate,
-        stride=body.stride,
-        prompt_name=body.prompt_name,
-        prompt=body.prompt,
-        input_type=body.input_type,
-        output_dtype=body.output_dtype,
-    )
+    task = body.fill(Embedding, texts=body.inputs)
     show = base64_of if body.encoding_format == "base64" else numbers
     return await call.answer(task, "embedding", show)
 
@@ -171,12 +138,7 @@ async def embed_tokens(request: Request) -> Response:
     """One vector for each token of each text, for late interaction."""
     call = await receive_call(request, EmbedTokensRequest)
     body = call.body
-    task = TokenEmbedding(
-        texts=body.inputs,
-        input_type=body.input_type,
-        truncate=body.truncate,
-        stride=body.stride,
-    )
+    task = body.fill(TokenEmbedding, texts=body.inputs)
     show = rows_as_base64 if body.encoding_format == "base64" else numbers
     return await call.answer(task, "embedding", show)
 
@@ -219,9 +181,7 @@ async def similarity(request: Request) -> Response:
     """The cosine of each text's vector with that of the source."""
     call = await receive_call(request, SimilarityRequest)
     body = call.body
-    task = Similarity(
-        source=body.source, texts=body.inputs, truncate=body.truncate, stride=body.stride
-    )
+    task = body.fill(Similarity, texts=body.inputs)
     reply = await call.compute(task)
     return call.respond(reply, {"results": task.scores(call.engine, reply)})
 
@@ -231,13 +191,7 @@ async def zero_shot(request: Request) -> Response:
     """The given labels and their scores for each text, by a head that was trained on entailment."""
     call = await receive_call(request, ZeroShotRequest)
     body = call.body
-    task = ZeroShot(
-        texts=body.inputs,
-        labels=body.labels,
-        hypothesis_template=body.hypothesis_template,
-        multi_label=body.multi_label,
-        truncate=body.truncate,
-    )
+    task = body.fill(ZeroShot, texts=body.inputs)
     return await call.answer(task, "result", each(label))
 
 
@@ -247,12 +201,7 @@ async def analyze(request: Request) -> Response:
     call = await receive_call(request, AnalyzeRequest)
     body = call.body
     heads = call.engine.manifest.heads
-    task = Analysis(
-        texts=body.inputs,
-        offset_unit=body.offset_unit,
-        truncate=body.truncate,
-        stride=body.stride,
-    )
+    task = body.fill(Analysis, texts=body.inputs)
 
     def show(found: Mapping[str, Any]) -> dict[str, object]:
         return {name: SHOWN_BY_TASK[heads[name].task](result) for name, result in found.items()}
@@ -265,13 +214,7 @@ async def fill_mask(request: Request) -> Response:
     """The tokens that fit best in place of each mask token of a text."""
     call = await receive_call(request, FillMaskRequest)
     body = call.body
-    task = MaskFilling(
-        texts=body.inputs,
-        top_k=body.top_k,
-        targets=body.targets,
-        truncate=body.truncate,
-        stride=body.stride,
-    )
+    task = body.fill(MaskFilling, texts=body.inputs)
     return await call.answer(task, "result", filled_masks)
 
 
@@ -280,9 +223,7 @@ async def embed_sparse(request: Request) -> Response:
     """The weights of a few tokens of the vocabulary for each text."""
     call = await receive_call(request, EmbedSparseRequest)
     body = call.body
-    task = SparseEmbedding(
-        texts=body.inputs, top_k=body.top_k, truncate=body.truncate, stride=body.stride
-    )
+    task = body.fill(SparseEmbedding, texts=body.inputs)
     tokenizer = call.engine.encoder.tokenizer if body.return_tokens else None
     return await call.answer(task, "embedding", partial(sparse_vector, tokenizer))
 
@@ -293,26 +234,15 @@ def each(show: Callable[[T], object]) -> Callable[[list[T]], object]:
 
 
 def label(found: LabelScore) -> dict[str, object]:
-    return {"label": found.label, "score": found.score}
+    return found._asdict()
 
 
 def entity(key: str, found: EntitySpan) -> dict[str, object]:
-    return {
-        key: found.entity,
-        "score": found.score,
-        "word": found.word,
-        "start": found.start,
-        "end": found.end,
-    }
+    return dict(zip((key, *EntitySpan._fields[1:]), found, strict=True))
 
 
 def answer(found: AnswerSpan) -> dict[str, object]:
-    return {
-        "answer": found.answer,
-        "score": found.score,
-        "start": found.start,
-        "end": found.end,
-    }
+    return found._asdict()
 
 
 def filled_masks(found: list[list[TokenScore]]) -> list[object]:

@@ -5,8 +5,10 @@ each with its field and index. The routes build the responses without validation
 OpenAPI document.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, ClassVar, Literal, Self, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -40,6 +42,8 @@ LONGEST_NAME = 257  # largest number of characters of a bundle's name@version
 LONGEST_PROMPT = (
     2048  # largest number of characters of a prompt, which is repeated before each input
 )
+
+T = TypeVar("T")
 
 Aggregation = Literal["none", "simple", "first", "average", "max"]
 
@@ -107,6 +111,14 @@ class Request(Strict):
         None, description="`name` or `name@version`; the first bundle served when absent"
     )
 
+    def fill(self, record: Callable[..., T], **values: object) -> T:
+        """Return a task's record with these values, and with this request's value of every other field that both have.
+
+        A field that a request and its task declare under one name needs no copy in the route.
+        """
+        own = shared_fields(type(self), record)
+        return record(**{name: getattr(self, name) for name in own}, **values)
+
     @property
     def wanted_heads(self) -> tuple[str, ...]:
         """The names of the requested heads; empty for the default."""
@@ -139,6 +151,12 @@ class Request(Strict):
     def texts(self) -> Iterator[tuple[str, str]]:
         """Every text with its location."""
         raise NotImplementedError
+
+
+@cache
+def shared_fields(request: type[Request], record: Any) -> tuple[str, ...]:
+    """Return the names of the fields that a request and the dataclass of a task have in common."""
+    return tuple(one.name for one in fields(record) if one.name in request.model_fields)
 
 
 class InputsRequest(Request):
