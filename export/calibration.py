@@ -24,7 +24,7 @@ from export.passes.graph_utils import TRUNK, drop_unused_nodes, is_trunk_product
 from service.core.cpu import CPU
 from service.core.encode import Encoder, Window
 from service.core.packing import pack
-from service.core.session import SessionOptions, open_graph, packed_feeds
+from service.core.session import SessionOptions, open_graph, packed_feeds, trim
 
 TOKENS = 8192  # in all; with less than 1,000, the rounding of weights becomes worse than without calibration
 ENTRIES = 24  # of the vocabulary in a random text
@@ -86,7 +86,9 @@ def measure_inputs(model: onnx.ModelProto, windows: Sequence[Window]) -> dict[st
     measured.graph.output.extend(map(helper.make_empty_tensor_value_info, names))
     drop_unused_nodes(measured.graph)
     ordered = sorted(windows, key=len)
-    parts: list[list[Floats]] = []
+    tokens = sum(map(len, ordered))
+    found: dict[str, Floats] = {}
+    end = 0
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "graph.onnx"
         trace_graphs.save_sharing_weights({file: measured}, Path(scratch) / trace_graphs.WEIGHTS)
@@ -97,7 +99,11 @@ def measure_inputs(model: onnx.ModelProto, windows: Sequence[Window]) -> dict[st
             # The positions of masks, which no product of the encoder reads.
             feeds["positions"] = np.zeros(1, np.int64)
             feeds = {name: value for name, value in feeds.items() if name in inputs}
-            parts.append(session.run(names, feeds))
-    return {
-        name: np.concatenate(own) for name, own in zip(names, zip(*parts, strict=True), strict=True)
-    }
+            begin, end = end, end + len(feeds["input_ids"])
+            for name, rows in zip(names, session.run(names, feeds), strict=True):
+                if name not in found:
+                    found[name] = np.empty((tokens, rows.shape[1]), rows.dtype)
+                found[name][begin:end] = rows
+    del session
+    trim()
+    return found
