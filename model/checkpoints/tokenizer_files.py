@@ -26,6 +26,7 @@ VOCABULARIES = (
     *("sentencepiece.bpe.model", "spiece.model"),
 )
 PROBE = "a \u2603\U0010fffe"  # a letter, and characters that no vocabulary has
+COMPATIBLE = "ａﬁ²"  # characters that SentencePiece's usual normalization replaces
 SWITCHES = {
     *("do_lower_case", "strip_accents", "tokenize_chinese_chars", "keep_accents"),
     *("split_by_punct", "add_prefix_space", "trim_offsets"),
@@ -119,6 +120,9 @@ def _load(folder: Path) -> Any:
         raise CheckpointError(
             f"{folder} has neither {SAVED} nor vocab.txt, vocab.json or a SentencePiece model"
         )
+    for path in (folder / name for name in VOCABULARIES):
+        if path.is_file() and path.stat().st_size == 0:
+            raise CheckpointError(f"{path} is empty; copy the file of the model again")
     _check_settings(folder)
     config = read_optional_object(folder / "config.json")
     settings = read_optional_object(folder / TOKENIZER_CONFIG.file)
@@ -137,6 +141,7 @@ def _load(folder: Path) -> Any:
             )
     if not loaded.is_fast:
         raise CheckpointError(f"{folder}: {kind} is Python code, which cannot be served; {SAVE}")
+    _check_normalizer(folder, kind, loaded)
     path = folder / SAVED
     if path.is_file():
         saved, model = read_object(path)["model"].get("type"), type(loaded.backend_tokenizer.model)
@@ -198,6 +203,11 @@ def _check_settings(folder: Path) -> None:
     for name in SWITCHES & values.keys():
         if not isinstance(values[name], bool | None):
             raise CheckpointError(f"{path}: {name} = {shown(values[name])} is not true or false")
+    names = values.get("model_input_names")
+    if names is not None and not (
+        isinstance(names, list) and all(isinstance(name, str) for name in names)
+    ):
+        raise CheckpointError(f"{path}: model_input_names = {shown(names)} is not a list of names")
     saved = folder / SAVED
     if saved.is_file():
         truncation = read_object(saved).get("truncation")
@@ -229,7 +239,12 @@ def _declared(folder: Path) -> Iterator[tuple[Path, int, str]]:
     path = folder / TOKENIZER_CONFIG.file
     decoder = read_optional_object(path).get("added_tokens_decoder")
     if isinstance(decoder, dict):
-        yield from ((path, int(key), token["content"]) for key, token in decoder.items())
+        for key, token in decoder.items():
+            if "content" not in token:
+                raise CheckpointError(
+                    f"{path}: added_tokens_decoder[{key!r}] = {shown(token)} has no content"
+                )
+            yield path, int(key), token["content"]
         return
     path = folder / "added_tokens.json"
     for token, index in read_optional_object(path).items():
@@ -240,6 +255,23 @@ def _declared(folder: Path) -> Iterator[tuple[Path, int, str]]:
             yield path, entry["id"], entry["content"]
 
 
+def _check_normalizer(folder: Path, kind: str, loaded: Any) -> None:
+    """Refuse a class of transformers 5 that ignores the normalization of a SentencePiece model."""
+    path = next((path for name in VOCABULARIES if (path := folder / name).is_file()), folder)
+    if path.suffix != ".model":
+        return
+    import sentencepiece
+
+    normalizer = loaded.backend_tokenizer.normalizer
+    ours = normalizer.normalize_str(COMPATIBLE) if normalizer else COMPATIBLE
+    theirs = sentencepiece.SentencePieceProcessor(model_file=str(path)).normalize(COMPATIBLE)
+    if COMPATIBLE in ours and COMPATIBLE not in theirs:
+        raise CheckpointError(
+            f"{path}: {kind} of transformers 5 does not normalize texts as this model does; "
+            "write tokenizer.json with transformers 4, and set tokenizer_class to PreTrainedTokenizerFast"
+        )
+
+
 def _check_template(path: Path, tokenizer: Tokenizer) -> None:
     """Refuse a tokenizer that fails on some text, or that puts no special tokens around texts."""
     with _refusing(f"{path}: the tokenizer fails on a text"):
@@ -248,6 +280,11 @@ def _check_template(path: Path, tokenizer: Tokenizer) -> None:
         if not any(encoding.special_tokens_mask):
             raise CheckpointError(
                 f"{path}: post_processor puts no special tokens around a text; add a template with some"
+            )
+        # transformers puts the text None into the template of a class whose token is null
+        if "None" in encoding.tokens:
+            raise CheckpointError(
+                f"{path}: the template has no token at one end; give cls_token and sep_token a token"
             )
         if _texts(encoding) != texts:
             raise CheckpointError(f"{path}: the tokenizer makes no tokens of the text 'a'")

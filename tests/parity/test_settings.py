@@ -568,6 +568,29 @@ REFUSED: dict[str, tuple[str, Callable[[Path], object], tuple[str, ...]]] = {
         spoil_config(tokenizer_class="BertJapaneseTokenizer"),
         ("BertJapaneseTokenizer",),
     ),
+    "no token": (
+        "BertTokenizer",
+        spoil_config(sep_token=None),
+        ("the template has no token at one end", "cls_token and sep_token"),
+    ),
+    "no names": (
+        "BertTokenizer",
+        spoil_config(model_input_names="input_ids"),
+        ("model_input_names = 'input_ids' is not a list of names",),
+    ),
+    "no content": (
+        "BertTokenizer",
+        spoil_config(added_tokens_decoder={"5": {}}),
+        ("tokenizer_config.json: added_tokens_decoder['5'] = {} has no content",),
+    ),
+    "an empty model": (
+        "XLMRobertaTokenizer",
+        lambda folder: (
+            remove("tokenizer.json")(folder),
+            (folder / "sentencepiece.bpe.model").touch(),
+        ),
+        ("sentencepiece.bpe.model is empty",),
+    ),
     "no vocabulary": ("XLMRobertaTokenizer", remove("tokenizer.json"), ("has neither",)),
     "no merges": ("RobertaTokenizer, older", remove("merges.txt"), ("cannot be read",)),
     "another model": (
@@ -609,22 +632,52 @@ def test_refused_tokenizer(case: str, bases: Mapping[str, Path], tmp_path: Path)
     assert_message(str(caught.value), folder, *parts)
 
 
+def make_sentencepiece(folder: Path, name: str) -> sentencepiece.SentencePieceProcessor:
+    """Write a directory whose only vocabulary is a SentencePiece model with its usual normalization."""
+    corpus = folder / "corpus.txt"
+    corpus.write_text("\n".join([*samples.corpus(), *COMPOSED]), encoding="utf-8")
+    prefix = str(folder / ("spm" if name == "DebertaV2Tokenizer" else "sentencepiece.bpe"))
+    special = {"pad_piece": "[PAD]", "bos_piece": "[CLS]", "eos_piece": "[SEP]"}
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(corpus),
+        model_prefix=prefix,
+        vocab_size=160,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        **(special | {"unk_piece": "[UNK]"} if name == "DebertaV2Tokenizer" else {}),
+    )
+    write_json(folder / "config.json", {"model_type": MODEL_TYPES[name]})
+    write_json(folder / "tokenizer_config.json", {"tokenizer_class": name})
+    return sentencepiece.SentencePieceProcessor(model_file=f"{prefix}.model")
+
+
+COMPOSED = [
+    "\uff30\uff41\uff52\uff49\uff53  ﬁne x² ½ … ①",
+    "Café\tÜber  naïve e\u0301te\u0301",
+    "東京 ｶﾅ 한국어 Москва",
+]
+
+
 @pytest.mark.parametrize("name", ["XLMRobertaTokenizer", "CamembertTokenizer"])
 def test_sentencepiece(name: str, tmp_path: Path) -> None:
-    """A SentencePiece model without `tokenizer.json` cuts thousands of texts as the library of that name does."""
-    corpus = tmp_path / "corpus.txt"
-    corpus.write_text("\n".join(samples.corpus()), encoding="utf-8")
-    prefix = str(tmp_path / "sentencepiece.bpe")
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(corpus), model_prefix=prefix, vocab_size=120, minloglevel=2
-    )
-    write_json(tmp_path / "config.json", {"model_type": MODEL_TYPES[name]})
-    write_json(tmp_path / "tokenizer_config.json", {"tokenizer_class": name})
+    """A SentencePiece model without `tokenizer.json` splits thousands of texts as the library of that name does."""
+    theirs = make_sentencepiece(tmp_path, name)
     ours = read_tokenizer(tmp_path)
-    theirs = sentencepiece.SentencePieceProcessor(model_file=f"{prefix}.model")
     texts = [samples.text(1 + seed % 20, seed=seed) for seed in range(2000)]
-    found = [encoding.tokens[1:-1] for encoding in ours.encode_batch(texts)]
-    assert theirs.encode(texts, out_type=str) == found
+    texts = [f"{text} {COMPOSED[seed % 3]}" for seed, text in enumerate(texts)]
+    found = [encoding.ids[1:-1] for encoding in ours.encode_batch(texts)]
+    unknown = ours.token_to_id("<unk>")
+    pieces = [[theirs.id_to_piece(index) for index in ids] for ids in theirs.encode(texts)]
+    assert [[ours.token_to_id(piece) for piece in row] for row in pieces] == found
+    assert any(unknown not in ids for ids in found)
+
+
+def test_sentencepiece_without_its_normalization(tmp_path: Path) -> None:
+    """A class that ignores a SentencePiece model's normalization is refused, with what to do."""
+    make_sentencepiece(tmp_path, "DebertaV2Tokenizer")
+    with pytest.raises(CheckpointError) as caught:
+        read_tokenizer(tmp_path)
+    assert_message(str(caught.value), tmp_path, "spm.model: DebertaV2Tokenizer", "transformers 4")
 
 
 @pytest.mark.parametrize(
