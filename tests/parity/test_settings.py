@@ -4,8 +4,7 @@ import inspect
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,11 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from model.checkpoints import tables
 from model.checkpoints.hub_names import CheckpointError
-from model.checkpoints.settings_table import Handling, Setting, SettingsFile, render_table
+from model.checkpoints.settings_table import Handling, Setting, render_table
 from model.checkpoints.tokenizer_files import MAX_LENGTH, read_model_max_length, read_tokenizer
 from model.checkpoints.tokenizer_tables import (
-    ADDED_TOKENS,
     SPECIAL_TOKENS_MAP,
     TOKENIZER_CONFIG,
-    TOKENIZER_JSON,
 )
 from service.core.encode import Encoder
 from tests import samples
@@ -34,62 +31,22 @@ from tests import samples
 Document = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Generator:
-    """How the settings of one file are tried.
-
-    values: the values to try of a setting, each with the base directory that it is written to
-    write: put one value into a copy of the base directory
-    agree: assert that the directory is read as the library reads it, or refused where the library fails
-    read: read the directory; raises CheckpointError where it is refused
-    """
-
-    values: Callable[[Setting], Iterable[tuple[Path, Any]]]
-    write: Callable[[Path, str, Any], None]
-    agree: Callable[[Path], None]
-    read: Callable[[Path], object]
-
-
-GENERATORS: dict[str, Callable[[Path], Generator]] = {}  # by file; each is made once, for a folder
-
-
-@pytest.fixture(scope="module")
-def generators(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Generator]:
-    return {name: make(tmp_path_factory.mktemp("base")) for name, make in GENERATORS.items()}
-
-
 @pytest.mark.parametrize(
-    ("file", "setting"),
-    [
-        pytest.param(file, setting, id=f"{file.file}-{setting.name}")
-        for file in tables.TOKENIZER_TABLES
-        for setting in file.settings
-    ],
+    "setting",
+    [one for one in TOKENIZER_CONFIG.settings if one.handling is Handling.REFUSED],
+    ids=lambda setting: setting.name,
 )
-def test_setting(
-    file: SettingsFile, setting: Setting, generators: Mapping[str, Generator], tmp_path: Path
-) -> None:
-    """A setting is honored, has no effect, or is refused with file, name and value, as the table says."""
-    generator = generators[file.file]
-    tried = 0
-    for base, value in generator.values(setting):
-        folder = shutil.copytree(base, tmp_path / str(tried))
-        generator.write(folder, setting.name, value)
-        tried += 1
-        if is_refused(setting, value):
-            with pytest.raises(CheckpointError) as caught:
-                generator.read(folder)
-            assert_message(str(caught.value), folder, file.file, setting.name)
-        else:
-            generator.agree(folder)
-    assert tried
-
-
-def is_refused(setting: Setting, value: Any) -> bool:
-    """Whether the table refuses a value; of `auto_map`, only code of a tokenizer counts."""
-    if setting.name == "auto_map":
-        return "AutoTokenizer" in value
-    return setting.handling is Handling.REFUSED and value not in setting.harmless
+def test_refused_setting(setting: Setting, bases: Mapping[str, Path], tmp_path: Path) -> None:
+    """A setting that no fast tokenizer follows is refused with file, name and value; harmless values are accepted."""
+    for number, value in enumerate([*setting.harmless, *CHANGED.get(setting.name, ("text", 5))]):
+        folder = shutil.copytree(bases["BertTokenizer"], tmp_path / str(number))
+        spoil_config(**{setting.name: value})(folder)
+        if value in setting.harmless:
+            agree(folder)
+            continue
+        with pytest.raises(CheckpointError) as caught:
+            read_tokenizer(folder)
+        assert_message(str(caught.value), folder, "tokenizer_config.json", setting.name)
 
 
 def assert_message(message: str, *parts: object) -> None:
@@ -176,6 +133,9 @@ KINDS = {  # the model and the special tokens of each class
 }
 
 
+OLDER = [name for name, (model, _) in KINDS.items() if model != "Unigram"]
+
+
 def make_wordpiece(special: list[str]) -> Tokenizer:
     letters = sorted({letter for text in [*TEXTS, *WORDS] for letter in text if letter.strip()})
     pieces = [*special, *letters, *(f"##{letter}" for letter in letters), *WORDS]
@@ -246,9 +206,8 @@ def make_saved(folder: Path, base: Path) -> Path:
 def make_bases(folder: Path) -> dict[str, Path]:
     """Write a directory for each class, with each kind of files."""
     bases = {name: make_base(folder / name, name) for name in KINDS}
-    for name, (model, _) in KINDS.items():
-        if model != "Unigram":
-            bases[f"{name}, older"] = make_older(folder / f"{name}-older", bases[name])
+    for name in OLDER:
+        bases[f"{name}, older"] = make_older(folder / f"{name}-older", bases[name])
     bases["as saved"] = make_saved(folder / "saved", bases["BertTokenizer"])
     return bases
 
@@ -284,198 +243,34 @@ def agree(folder: Path) -> None:
         )
 
 
-def token(content: str, **flags: bool) -> Document:
-    return {"__type": "AddedToken", "content": content, **flags}
-
-
-BOOLEANS = (True, False)
-NEW = [token("new1", lstrip=True, rstrip=True), token("new2", single_word=True, special=True)]
-CONFIG_VALUES: dict[str, tuple[Any, ...]] = {
-    "do_lower_case": BOOLEANS,
-    "strip_accents": (*BOOLEANS, None),
-    "tokenize_chinese_chars": BOOLEANS,
-    "keep_accents": BOOLEANS,
-    "split_by_punct": BOOLEANS,
-    "add_prefix_space": BOOLEANS,
-    "trim_offsets": BOOLEANS,
-    "unk_id": (1, 2),
-    **{
-        name: ("cat", "new1", token("new2", lstrip=True, normalized=True), token("cat"))
-        for name in PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES
-    },
-    "*_token": ("new1", token("new1", rstrip=True)),
-    "extra_special_tokens": ([], ["new1", "cat"], NEW, {"image_token": "new1"}, {}),
-    "additional_special_tokens": ([], ["new1", "cat"], NEW),
-    "model_specific_special_tokens": ({"image_token": "new1", "x": token("new2")},),
-    "model_input_names": (
-        ["input_ids", "attention_mask"],
-        ["input_ids", "token_type_ids", "attention_mask"],
-    ),
-    "model_max_length": (16, 10**30, 1e30, None),
-    "max_len": (16, None),
-    "truncation_side": ("right", "left"),
-    "padding_side": ("right", "left"),
-    "split_special_tokens": BOOLEANS,
-    "auto_map": ({}, {"AutoTokenizer": ["code.Tokenizer", None]}, {"AutoModel": "code.Model"}),
-    "fast_tokenizer_files": ([], ["tokenizer.json"], ["tokenizer.json", "tokenizer.4.0.json"]),
-    "init_inputs": ([], ["vocab.txt"]),
-    "fix_mistral_regex": (*BOOLEANS, None),
-    "chat_template": ("{{ x }}",),
-    "chat_control_tokens": (["x"],),
-    "processor_class": ("BertProcessor",),
-    "files_loaded": ([],),
+CHANGED: dict[str, tuple[Any, ...]] = {  # values that change what a refused setting does
+    "truncation_side": ("left",),
+    "split_special_tokens": (True,),
+    "auto_map": ({"AutoTokenizer": ["code.Tokenizer", None]},),
+    "fast_tokenizer_files": (["tokenizer.json", "tokenizer.4.0.json"],),
+    "init_inputs": (["vocab.txt"],),
+    "fix_mistral_regex": (True,),
 }
-FLAGS = {"single_word": False, "lstrip": True, "rstrip": True, "normalized": False}
 
 
-def next_id(base: Path) -> int:
-    return len(transformers.AutoTokenizer.from_pretrained(base))
-
-
-def tokenizer_generator(
-    folder: Path,
-    values: Callable[[Setting, Path], Iterable[Any]],
-    write: Callable[[Path, str, Any], None],
-) -> Generator:
-    """Try honored settings on all base directories, and others on a few."""
-    bases = make_bases(folder)
-    few = [bases["BertTokenizer"], bases["RobertaTokenizer"], bases["as saved"]]
-
-    def each(setting: Setting) -> Iterable[tuple[Path, Any]]:
-        wide = setting.handling is Handling.HONORED
-        for base in bases.values() if wide else few:
-            for value in values(setting, base):
-                yield base, value
-
-    return Generator(each, write, agree, read_tokenizer)
-
-
-def config_values(setting: Setting, base: Path) -> Iterable[Any]:
-    if setting.name == "tokenizer_class":
-        declared = json.loads((base / "tokenizer_config.json").read_text())["tokenizer_class"]
-        stem = declared.removesuffix("Fast")
-        return (stem, f"{stem}Fast")
-    if setting.name == "added_tokens_decoder":
-        backend = transformers.AutoTokenizer.from_pretrained(base).backend_tokenizer
-        first, cat = next_id(base), backend.token_to_id("cat")
-        new = {str(first): {"content": "new1", **FLAGS, "special": True}}
-        plain = {
-            str(first): {"content": "new1", **FLAGS},
-            str(first + 1): {"content": "new3", "normalized": True},
-        }
-        known = {str(cat): {"content": "cat", **FLAGS}} if cat else {}
-        return ({}, new, plain, known)
-    if setting.name == "unk_token":  # WordPiece fails there on a text with a token without an id
-        return ("cat", token("cat"))
-    if setting.handling is Handling.HONORED:
-        return CONFIG_VALUES[setting.name]
-    return CONFIG_VALUES.get(setting.name, (None, "some text", 5, True))
-
-
-def write_config(folder: Path, name: str, value: Any) -> None:
-    name = name.replace("*", "image")
-    change_json(folder / "tokenizer_config.json", lambda document: document.update({name: value}))
-
-
-def map_values(setting: Setting, base: Path) -> Iterable[Any]:
-    if setting.name == "extra_special_tokens":
-        return (["new1", {"content": "new2", **FLAGS}], {"image_token": "new1"})
-    if setting.name == "additional_special_tokens":
-        return (["new1", "cat"],)
-    if setting.name == "unk_token":
-        return ("cat", {"content": "cat", **FLAGS})
-    return ("cat", "new1", {"content": "new2", **FLAGS})
-
-
-def write_map(folder: Path, name: str, value: Any) -> None:
-    write_json(folder / "special_tokens_map.json", {name.replace("*", "image"): value})
-
-
-def added_values(setting: Setting, base: Path) -> Iterable[Any]:
-    first = next_id(base)
-    return ({"new1": first, "New2": first + 1}, {"[X]": first})
-
-
-def write_added(folder: Path, name: str, value: Any) -> None:
-    write_json(folder / "added_tokens.json", value)
-
-
-Change = Callable[[Document], object]
-
-
-def saved_values(setting: Setting, base: Path) -> Iterable[Any]:
-    """Return changes of one part of `tokenizer.json`, or directions of truncation."""
-    if not (base / "tokenizer.json").is_file():
-        return ()
-    first = next_id(base)
-    entry = {"id": first, "content": "new1", "special": True, **FLAGS}
-    template = {
-        "type": "TemplateProcessing",
-        "single": [
-            {"SpecialToken": {"id": "[X]", "type_id": 0}},
-            {"Sequence": {"id": "A", "type_id": 1}},
-        ],
-        "pair": [
-            {"SpecialToken": {"id": "[X]", "type_id": 1}},
-            {"Sequence": {"id": "A", "type_id": 1}},
-            {"Sequence": {"id": "B", "type_id": 0}},
-        ],
-        "special_tokens": {"[X]": {"id": "[X]", "ids": [2], "tokens": ["[X]"]}},
-    }
-    padding = {
-        "strategy": {"Fixed": 9},
-        "direction": "Left",
-        "pad_to_multiple_of": None,
-        "pad_id": 0,
-        "pad_type_id": 0,
-        "pad_token": "cat",
-    }
-    parts: dict[str, tuple[Any, ...]] = {
-        "model": (),
-        "added_tokens": (),
-        "normalizer": (None, {"type": "Lowercase"}),
-        "pre_tokenizer": ({"type": "WhitespaceSplit"},),
-        "post_processor": (
-            template,
-            {"type": "BertProcessing", "sep": ["[X]", 2], "cls": ["[Y]", 3]},
-        ),
-        "padding": (None, padding),
-        "decoder": (None, {"type": "Fuse"}),
-        "version": ("1.0",),
-    }
-    name = setting.name
-    if name == "truncation.direction":
-        return ("right", "left")
-    changes: list[Any] = [
-        lambda document, value=value: document.update({name: value})
-        for value in parts[setting.name]
-    ]
-    if name == "added_tokens":
-        changes = [lambda document: document["added_tokens"].append(entry)]
-    if name == "model":
-        changes = [lambda document: document["model"].pop("type")]
-        if "WordPiece" in (base / "tokenizer.json").read_text():
-            changes.append(lambda document: document["model"].update(max_input_chars_per_word=3))
-    return changes
-
-
-def write_saved(folder: Path, name: str, value: Any) -> None:
-    truncation = {"max_length": 9, "strategy": "LongestFirst", "stride": 0}
-    if name == "truncation.direction":
-        truncation["direction"] = value.title()
-        change_json(
-            folder / "tokenizer.json", lambda document: document.update(truncation=truncation)
-        )
-    else:
-        change_json(folder / "tokenizer.json", value)
-
-
-GENERATORS |= {
-    TOKENIZER_CONFIG.file: lambda folder: tokenizer_generator(folder, config_values, write_config),
-    SPECIAL_TOKENS_MAP.file: lambda folder: tokenizer_generator(folder, map_values, write_map),
-    ADDED_TOKENS.file: lambda folder: tokenizer_generator(folder, added_values, write_added),
-    TOKENIZER_JSON.file: lambda folder: tokenizer_generator(folder, saved_values, write_saved),
-}
+@pytest.mark.parametrize("name", [*KINDS, *(f"{name}, older" for name in OLDER), "as saved"])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"do_lower_case": True, "add_prefix_space": True, "mask_token": "cat"},
+        {"model_input_names": ["input_ids", "attention_mask"], "model_max_length": 16},
+        {"extra_special_tokens": ["new1"], "additional_special_tokens": ["new2"]},
+    ],
+    ids=["plain", "switches", "inputs", "added"],
+)
+def test_classes(
+    name: str, values: Mapping[str, Any], bases: Mapping[str, Path], tmp_path: Path
+) -> None:
+    """Texts and pairs of each class, from each kind of files, get the ids, types and offsets of transformers."""
+    folder = shutil.copytree(bases[name], tmp_path / "given")
+    spoil_config(**values)(folder)
+    agree(folder)
 
 
 # What transformers' own code gives to these functions; no file does.
@@ -602,6 +397,18 @@ REFUSED: dict[str, tuple[str, Callable[[Path], object], tuple[str, ...]]] = {
         "as saved",
         spoil_saved(post_processor=None),
         ("tokenizer.json: post_processor",),
+    ),
+    "the beginning is cut": (
+        "BertTokenizer",
+        spoil_saved(
+            truncation={
+                "max_length": 9,
+                "strategy": "LongestFirst",
+                "stride": 0,
+                "direction": "Left",
+            }
+        ),
+        ("tokenizer.json: truncation.direction = 'left'",),
     ),
     "another id": (
         "BertTokenizer",
