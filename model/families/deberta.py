@@ -28,6 +28,7 @@ from model.attention import (
 from model.bert import Bert, Layer, Projections
 from model.config import BertConfig
 from model.families.bert_names import BERT
+from service.core import packing
 
 CONV_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"tanh": torch.tanh, "gelu": F.gelu}
 TERMS = ("c2p", "p2c")  # content to position, position to content
@@ -205,7 +206,8 @@ class Table(nn.Module):
         eps = config.layer_norm_eps
         self.norm = nn.LayerNorm(config.hidden_size, eps=eps) if has_norm else nn.Identity()
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
-        self.longest = config.max_position_embeddings
+        longest = config.max_position_embeddings
+        self.longest = packing.round_up(longest, packing.SLOT_MULTIPLE)
         distance = torch.arange(-self.longest, self.longest + 1)
         if isinstance(config, DebertaV2Config) and config.position_buckets > 0:
             distance = bucket(distance, config.position_buckets, config.farthest)
@@ -214,7 +216,6 @@ class Table(nn.Module):
         self.register_buffer("index", index, persistent=False)
 
     def forward(self, layout: PackedLayout) -> Distances:
-        """Raises IndexError for sequences that are longer than max_position_embeddings."""
         longest = count_slots(layout)
         distance = torch.arange(-longest, longest, device=self.index.device)  # [2S]
         every = torch.arange(self.rows.num_embeddings, device=distance.device)  # [2K]

@@ -18,6 +18,7 @@ from model.attention import PackedLayout, count_slots
 from model.bert import Bert
 from model.families.distilbert import DistilBertEmbeddings as DistilBertEmbeddings
 from model.families.roberta import ROBERTA, RobertaConfig
+from service.core import packing
 
 FARTHEST = 128  # tokens; all larger distances share a bucket
 
@@ -60,7 +61,7 @@ class MPNet(Bert):
         buckets = config.relative_attention_num_buckets
         self.distances = nn.Embedding(buckets, config.num_attention_heads)
         self.init_weights(self.distances)
-        self.longest = config.max_length
+        self.longest = packing.round_up(config.max_length, packing.SLOT_MULTIPLE)
         away = torch.arange(-self.longest, self.longest + 1)
         # A table, because another runtime's logarithm may give another bucket.
         self.register_buffer("buckets", bucket(away, buckets), persistent=False)
