@@ -17,7 +17,12 @@ import numpy as np
 import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from export.passes.graph_utils import attribute, producers, with_inputs
+from export.passes.graph_utils import (
+    attribute,
+    drop_unused_weights,
+    producers,
+    with_inputs,
+)
 
 PREFIX = "maskless."  # of the names of added tensors, which contain no weights of the model
 FAR = -1e9  # a score that softmax turns to 0 next to that of any real key
@@ -73,6 +78,7 @@ def drop_masks(model: onnx.ModelProto) -> None:
     graph.initializer.extend(_constants(heads, rows // 3, hidden))
     del graph.node[:]
     graph.node.extend([*widen, *_empty_slots(), *rest])
+    drop_unused_weights(graph)
 
 
 def _attentions(graph: onnx.GraphProto) -> Iterator[Attention]:
