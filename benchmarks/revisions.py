@@ -14,7 +14,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.lib import machine, models, rounds, servers, traffic
+from benchmarks.lib import machine, models, rounds, run_record, servers, traffic
 
 
 def main() -> None:
@@ -24,6 +24,7 @@ def main() -> None:
     parser.add_argument("--mix", choices=traffic.MIXES, default="news", help="lengths of texts")
     parser.add_argument("--precisions", nargs="+", default=["fp32", "int8"])
     parser.add_argument("--connections", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--out", type=Path, help="write the JSON line to this file, too")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     options = parser.parse_args()
@@ -32,6 +33,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         model = servers.to_bundle(Path(sys.executable), options.bundle or models.minilm(), scratch)
+        run = run_record.describe_run(model)
         for precision in options.precisions:
             here = replace(servers.quartet(precision), name=f"{precision} here")
             there = replace(here, name=f"{precision} before", folder=options.before.resolve())
@@ -57,7 +59,10 @@ def main() -> None:
                 f"{precision} {load:>3} connections: throughput {rate:.3f} ({low:.2f}-{high:.2f}),"
                 f" p50 {p50:.3f} ({fast:.2f}-{slow:.2f})"
             )
-    print(json.dumps({"machine": machine.describe(), "results": results}))
+    line = json.dumps({"run": run, "machine": machine.describe(), "results": results})
+    print(line)
+    if options.out:
+        options.out.write_text(line + "\n")
 
 
 if __name__ == "__main__":

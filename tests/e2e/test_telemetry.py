@@ -141,7 +141,6 @@ def test_export(tiny_checkpoint, tmp_path, calls, environment):
     "module",
     [
         "export.passes.fold",
-        "benchmarks.limit",
         "benchmarks.gpu",
         "model.finetune",
         "tests.export.helpers",
