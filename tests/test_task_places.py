@@ -17,10 +17,10 @@ SERVICE = {
     "late-interaction": {
         "tasks.late_interaction",
         "tasks.reranking",
-        "api.late_interaction_schemas",
+        "api.schemas",
     },
-    "fill-mask": {"tasks.mask_filling", "api.mask_schemas"},
-    "sparse-embedding": {"tasks.sparse_embedding", "tasks.reranking", "api.sparse_schemas"},
+    "fill-mask": {"tasks.mask_filling", "api.schemas"},
+    "sparse-embedding": {"tasks.sparse_embedding", "tasks.reranking", "api.schemas"},
 }
 EVERY_TASK = {"core.bundle"}
 SEVERAL_TASKS = {

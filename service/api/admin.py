@@ -5,22 +5,14 @@ Each requires a key with the `admin` permission.
 
 from typing import TypeVar
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from service.api import openapi
 from service.api.engine_call import json_response, receive_json, service_of
-from service.api.native_routes import Route
-from service.api.schemas import (
-    AdminModelsResponse,
-    AdminRequest,
-    IntroducedResponse,
-    LoadRequest,
-    PromoteRequest,
-    UnloadedResponse,
-    validate,
-)
+from service.api.native_routes import make_router
+from service.api.responses import AdminModelsResponse, IntroducedResponse, UnloadedResponse
+from service.api.schemas import AdminRequest, LoadRequest, PromoteRequest, validate
 from service.engines.commands import (
     Command,
     ListModels,
@@ -33,7 +25,7 @@ from service.middleware.request_context import context_of
 
 T = TypeVar("T", bound=AdminRequest)
 
-router = APIRouter(route_class=Route, generate_unique_id_function=lambda route: route.name)
+router = make_router()
 
 
 @router.get("/admin/models", **openapi.admin(AdminModelsResponse))

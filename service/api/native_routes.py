@@ -14,35 +14,36 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tokenizers import Tokenizer
 
 from service.api import openapi
-from service.api.analysis_schemas import (
-    AnalyzeRequest,
-    AnalyzeResponse,
-    ZeroShotRequest,
-    ZeroShotResponse,
-)
 from service.api.compression import compress
 from service.api.engine_call import Call, json_response, receive_call, service_of
-from service.api.late_interaction_schemas import EmbedTokensRequest, EmbedTokensResponse
-from service.api.mask_schemas import FillMaskRequest, FillMaskResponse
-from service.api.ranking_schemas import (
-    RerankRequest,
-    RerankResponse,
-    SimilarityRequest,
-    SimilarityResponse,
-)
-from service.api.schemas import (
-    ClassifyRequest,
+from service.api.responses import (
+    AnalyzeResponse,
     ClassifyResponse,
-    EmbedRequest,
     EmbedResponse,
+    EmbedSparseResponse,
+    EmbedTokensResponse,
+    FillMaskResponse,
     HealthResponse,
     ModelsResponse,
-    NerRequest,
     NerResponse,
-    QaRequest,
     QaResponse,
+    RerankResponse,
+    SimilarityResponse,
+    ZeroShotResponse,
 )
-from service.api.sparse_schemas import EmbedSparseRequest, EmbedSparseResponse
+from service.api.schemas import (
+    AnalyzeRequest,
+    ClassifyRequest,
+    EmbedRequest,
+    EmbedSparseRequest,
+    EmbedTokensRequest,
+    FillMaskRequest,
+    NerRequest,
+    QaRequest,
+    RerankRequest,
+    SimilarityRequest,
+    ZeroShotRequest,
+)
 from service.core.bundle import Task
 from service.core.decode import (
     AnswerSpan,
@@ -55,17 +56,8 @@ from service.core.decode import (
 from service.engines.engine import Reply
 from service.middleware.request_context import context_of
 from service.observability.metrics import CONTENT_TYPE
-from service.tasks.analysis import Analysis
-from service.tasks.classification import Classification
-from service.tasks.embedding import Embedding
-from service.tasks.entity_recognition import EntityRecognition
-from service.tasks.late_interaction import TokenEmbedding
-from service.tasks.mask_filling import MaskFilling
-from service.tasks.question_answering import QuestionAnswering
+from service.tasks.question_answering import QaOptions, QuestionAnswering
 from service.tasks.reranking import Ranked, Ranking, make_ranking, rank
-from service.tasks.similarity import Similarity
-from service.tasks.sparse_embedding import SparseEmbedding
-from service.tasks.zero_shot import ZeroShot
 
 T = TypeVar("T")
 
@@ -92,26 +84,28 @@ def plain(endpoint: Callable[[Request], Awaitable[Response]]) -> ASGIApp:
     return app
 
 
-router = APIRouter(route_class=Route, generate_unique_id_function=lambda route: route.name)
+def make_router(prefix: str = "", of: str = "") -> APIRouter:
+    """Return the router of an API. of: the start of the identifiers of its operations"""
+    name = lambda route: of + route.name  # noqa: E731
+    return APIRouter(prefix=prefix, route_class=Route, generate_unique_id_function=name)
+
+
+router = make_router()
 
 
 @router.post("/classify", **openapi.task(ClassifyRequest, ClassifyResponse))
 async def classify(request: Request) -> Response:
     """Labels and their scores for each text, or each pair of texts."""
     call = await receive_call(request, ClassifyRequest)
-    body = call.body
-    task = body.fill(Classification, texts=body.inputs, pairs=body.text_pair)
-    return await call.answer(task, "result", each(label))
+    return await call.answer(call.body, "result", each(label))
 
 
 @router.post("/ner", **openapi.task(NerRequest, NerResponse))
 async def ner(request: Request) -> Response:
     """The named entities of each text, with their places in it."""
     call = await receive_call(request, NerRequest)
-    body = call.body
-    task = body.fill(EntityRecognition, texts=body.inputs)
-    key = "entity" if body.aggregation_strategy == "none" else "entity_group"
-    return await call.answer(task, "result", each(partial(entity, key)))
+    key = "entity" if call.body.aggregation_strategy == "none" else "entity_group"
+    return await call.answer(call.body, "result", each(partial(entity, key)))
 
 
 @router.post("/qa", **openapi.task(QaRequest, QaResponse))
@@ -119,7 +113,8 @@ async def qa(request: Request) -> Response:
     """The spans of a context that answer a question best."""
     call = await receive_call(request, QaRequest)
     body = call.body
-    task = body.fill(QuestionAnswering, questions=body.questions, contexts=body.contexts)
+    options = body.model_dump(include={*QaOptions.model_fields})
+    task = QuestionAnswering(questions=body.questions, contexts=body.contexts, **options)
     return await call.answer(task, "result", each(answer))
 
 
@@ -127,20 +122,16 @@ async def qa(request: Request) -> Response:
 async def embed(request: Request) -> Response:
     """One vector for each text."""
     call = await receive_call(request, EmbedRequest)
-    body = call.body
-    task = body.fill(Embedding, texts=body.inputs)
-    show = base64_of if body.encoding_format == "base64" else numbers
-    return await call.answer(task, "embedding", show)
+    show = base64_of if call.body.encoding_format == "base64" else numbers
+    return await call.answer(call.body, "embedding", show)
 
 
 @router.post("/embed-tokens", **openapi.task(EmbedTokensRequest, EmbedTokensResponse))
 async def embed_tokens(request: Request) -> Response:
     """One vector for each token of each text, for late interaction."""
     call = await receive_call(request, EmbedTokensRequest)
-    body = call.body
-    task = body.fill(TokenEmbedding, texts=body.inputs)
-    show = rows_as_base64 if body.encoding_format == "base64" else numbers
-    return await call.answer(task, "embedding", show)
+    show = rows_as_base64 if call.body.encoding_format == "base64" else numbers
+    return await call.answer(call.body, "embedding", show)
 
 
 @router.post("/rerank", **openapi.task(RerankRequest, RerankResponse, in_lines=False))
@@ -148,16 +139,9 @@ async def rerank(request: Request) -> Response:
     """The documents that are most relevant to a query, by a cross-encoder, or by vectors of texts or of tokens."""
     call = await receive_call(request, RerankRequest)
     body = call.body
-    ranking = make_ranking(
-        call.engine,
-        body.head,
-        query=body.query,
-        documents=body.documents,
-        raw_scores=body.raw_scores,
-        truncate=body.truncate,
-        stride=body.stride,
+    reply, ranked = await rank_documents(
+        call, make_ranking(call.engine, body.head, body), body.top_n
     )
-    reply, ranked = await rank_documents(call, ranking, body.top_n)
     results = [
         {"index": place, "score": score}
         | ({"text": body.documents[place]} if body.return_text else {})
@@ -180,52 +164,42 @@ async def rank_documents(
 async def similarity(request: Request) -> Response:
     """The cosine of each text's vector with that of the source."""
     call = await receive_call(request, SimilarityRequest)
-    body = call.body
-    task = body.fill(Similarity, texts=body.inputs)
-    reply = await call.compute(task)
-    return call.respond(reply, {"results": task.scores(call.engine, reply)})
+    reply = await call.compute(call.body)
+    return call.respond(reply, {"results": call.body.scores(call.engine, reply)})
 
 
 @router.post("/zero-shot", **openapi.task(ZeroShotRequest, ZeroShotResponse))
 async def zero_shot(request: Request) -> Response:
     """The given labels and their scores for each text, by a head that was trained on entailment."""
     call = await receive_call(request, ZeroShotRequest)
-    body = call.body
-    task = body.fill(ZeroShot, texts=body.inputs)
-    return await call.answer(task, "result", each(label))
+    return await call.answer(call.body, "result", each(label))
 
 
 @router.post("/analyze", **openapi.task(AnalyzeRequest, AnalyzeResponse))
 async def analyze(request: Request) -> Response:
     """The results of several heads for each text, from one pass of the encoder."""
     call = await receive_call(request, AnalyzeRequest)
-    body = call.body
     heads = call.engine.manifest.heads
-    task = body.fill(Analysis, texts=body.inputs)
 
     def show(found: Mapping[str, Any]) -> dict[str, object]:
         return {name: SHOWN_BY_TASK[heads[name].task](result) for name, result in found.items()}
 
-    return await call.answer(task, "result", show)
+    return await call.answer(call.body, "result", show)
 
 
 @router.post("/fill-mask", **openapi.task(FillMaskRequest, FillMaskResponse))
 async def fill_mask(request: Request) -> Response:
     """The tokens that fit best in place of each mask token of a text."""
     call = await receive_call(request, FillMaskRequest)
-    body = call.body
-    task = body.fill(MaskFilling, texts=body.inputs)
-    return await call.answer(task, "result", filled_masks)
+    return await call.answer(call.body, "result", filled_masks)
 
 
 @router.post("/embed-sparse", **openapi.task(EmbedSparseRequest, EmbedSparseResponse))
 async def embed_sparse(request: Request) -> Response:
     """The weights of a few tokens of the vocabulary for each text."""
     call = await receive_call(request, EmbedSparseRequest)
-    body = call.body
-    task = body.fill(SparseEmbedding, texts=body.inputs)
-    tokenizer = call.engine.encoder.tokenizer if body.return_tokens else None
-    return await call.answer(task, "embedding", partial(sparse_vector, tokenizer))
+    tokenizer = call.engine.encoder.tokenizer if call.body.return_tokens else None
+    return await call.answer(call.body, "embedding", partial(sparse_vector, tokenizer))
 
 
 def each(show: Callable[[T], object]) -> Callable[[list[T]], object]:
@@ -234,15 +208,26 @@ def each(show: Callable[[T], object]) -> Callable[[list[T]], object]:
 
 
 def label(found: LabelScore) -> dict[str, object]:
-    return found._asdict()
+    return {"label": found.label, "score": found.score}
 
 
 def entity(key: str, found: EntitySpan) -> dict[str, object]:
-    return dict(zip((key, *EntitySpan._fields[1:]), found, strict=True))
+    return {
+        key: found.entity,
+        "score": found.score,
+        "word": found.word,
+        "start": found.start,
+        "end": found.end,
+    }
 
 
 def answer(found: AnswerSpan) -> dict[str, object]:
-    return found._asdict()
+    return {
+        "answer": found.answer,
+        "score": found.score,
+        "start": found.start,
+        "end": found.end,
+    }
 
 
 def filled_masks(found: list[list[TokenScore]]) -> list[object]:

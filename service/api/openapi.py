@@ -15,26 +15,29 @@ from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
 from service import errors
-from service.api.analysis_schemas import AnalyzeRequest, ZeroShotRequest
 from service.api.component_schemas import REFERENCE, for_generators, reference
 from service.api.decompression import ACCEPTED
-from service.api.late_interaction_schemas import EmbedTokensRequest
-from service.api.mask_schemas import FillMaskRequest
 from service.api.ndjson import MEDIA_TYPE
-from service.api.ranking_schemas import RerankRequest, SimilarityRequest
+from service.api.responses import ErrorResponse
 from service.api.schemas import (
     AdminRequest,
+    AnalyzeRequest,
     ClassifyRequest,
+    DetokenizeRequest,
     EmbedRequest,
-    ErrorResponse,
+    EmbedSparseRequest,
+    EmbedTokensRequest,
+    FillMaskRequest,
     LoadRequest,
     NerRequest,
     PromoteRequest,
     QaRequest,
     Request,
+    RerankRequest,
+    SimilarityRequest,
+    TokenizeRequest,
+    ZeroShotRequest,
 )
-from service.api.sparse_schemas import EmbedSparseRequest
-from service.api.token_schemas import DetokenizeRequest, TokenizeRequest
 from service.errors import QuartetError
 from service.keys import PRIORITIES
 

@@ -2,26 +2,21 @@
 
 from collections.abc import Sequence
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from service.api import openapi
 from service.api.engine_call import json_response, receive_call
-from service.api.native_routes import Route
-from service.api.token_schemas import (
-    DetokenizeRequest,
-    DetokenizeResponse,
-    TokenizeRequest,
-    TokenizeResponse,
-)
+from service.api.native_routes import make_router
+from service.api.responses import DetokenizeResponse, TokenizeResponse
+from service.api.schemas import DetokenizeRequest, TokenizeRequest
 from service.core import decode
 from service.core.decode import OffsetUnit
 from service.core.encode import Encoded
 from service.engines.engine import Engine
 from service.errors import InvalidInput
 
-router = APIRouter(route_class=Route, generate_unique_id_function=lambda route: route.name)
+router = make_router()
 
 
 @router.post("/tokenize", **openapi.tokens(TokenizeRequest, TokenizeResponse))

@@ -1,12 +1,12 @@
 """Analysis: the answers of several heads from one pass of the encoder."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from pydantic import Field
+
 from service.core import bundle
-from service.core.decode import OffsetUnit
-from service.core.encode import Encoded, Truncate
+from service.core.encode import Encoded
 from service.engines.engine import Engine, EngineTask
 from service.engines.task_plan import TaskPlan, characters
 from service.errors import InvalidInput, UnknownHead
@@ -14,6 +14,7 @@ from service.scheduling.entries import Heads, Outputs
 from service.tasks.classification import Classification
 from service.tasks.embedding import Embedding
 from service.tasks.entity_recognition import EntityRecognition
+from service.tasks.fields import Inputs, Positions, TruncateField, Windowed
 
 # The tasks whose heads read single texts.
 TASKS: Mapping[bundle.Task, Callable[..., EngineTask[Any]]] = {
@@ -23,21 +24,17 @@ TASKS: Mapping[bundle.Task, Callable[..., EngineTask[Any]]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Analysis:
+class Analysis(Inputs, Windowed, Positions):
     """The results of several heads for each text, by head. Each equals the result of the head alone.
 
     Without named heads, all heads that read single texts answer, except heads with a default prompt: they read other
     tokens.
-
-    offset_unit: of the positions of entities
-    stride: tokens that neighboring windows share; None for the default
     """
 
-    texts: Sequence[str]
-    offset_unit: OffsetUnit = "code_point"
-    truncate: Truncate = "window"
-    stride: int | None = None
+    truncate: TruncateField = Field(
+        "window",
+        description="read a long text in windows, cut it (true) or refuse it (false), for all heads",
+    )
 
     def plan(self, engine: Engine, heads: Heads) -> TaskPlan[Encoded, dict[str, Any]]:
         names = select_heads(engine, heads)
@@ -45,16 +42,20 @@ class Analysis:
         plans = {name: self._of_head(engine, name).plan(engine, (name,)) for name in names}
 
         def encode(part: slice) -> Sequence[Encoded]:
-            return engine.encoder.texts(self.texts[part], truncate=self.truncate, stride=stride)
+            return engine.encoder.texts(self.inputs[part], truncate=self.truncate, stride=stride)
 
         def by_head(index: int, item: Encoded, outputs: list[Outputs]) -> dict[str, Any]:
             return {name: plan.decode(index, item, outputs) for name, plan in plans.items()}
 
-        return TaskPlan(names, characters(self.texts), encode, by_head)
+        return TaskPlan(names, characters(self.inputs), encode, by_head)
 
     def _of_head(self, engine: Engine, name: str) -> EngineTask[Any]:
         task = engine.manifest.heads[name].task
-        options = {"texts": self.texts, "truncate": self.truncate, "stride": self.stride}
+        options: dict[str, Any] = {
+            "inputs": self.inputs,
+            "truncate": self.truncate,
+            "stride": self.stride,
+        }
         if task == "ner":
             options["offset_unit"] = self.offset_unit
         return TASKS[task](**options)

@@ -1,37 +1,44 @@
 """Classification: the labels of texts, or of pairs of texts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
 
 from service.core import decode
 from service.core.decode import Floats, LabelScore
-from service.core.encode import Cut, Truncate
+from service.core.encode import Cut
 from service.engines.engine import Engine
 from service.engines.task_plan import TaskPlan, characters, one_head
 from service.errors import InvalidInput
 from service.scheduling.entries import Heads
+from service.tasks.fields import AtLeastOne, Inputs, Texts, TruncateField, Windowed, check_aligned
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Classification:
-    """The labels of each text, or of each text with its pair, by falling score.
+class Classification(Inputs, Windowed):
+    """The labels of each text, or of each text with its pair, by falling score."""
 
-    pairs: the second text of each input; None for single texts
-    top_k: the number of labels, None for all
-    threshold: the smallest score of a label that is returned
-    function_to_apply: see `decode.activate`
-    calibrated: whether scores are calibrated by the head's temperature
-    stride: tokens that neighboring windows share; None for the default
-    """
+    text_pair: Texts | None = Field(None, description="the second text of each input, aligned")
+    top_k: AtLeastOne | None = Field(None, description="labels to return; all of them when absent")
+    threshold: float | None = Field(
+        None, description="the smallest score of a label that is returned; all of them when absent"
+    )
+    function_to_apply: Literal["softmax", "sigmoid", "none"] | None = Field(
+        None, description="turns logits into scores; as the head's problem type says when absent"
+    )
+    calibrated: bool = Field(
+        False,
+        description="divide logits by the head's `calibration_temperature`, so that scores are shares of right answers",
+    )
+    truncate: TruncateField = Field(
+        True,
+        description="cut a long text (true), refuse it (false), or read it in windows",
+    )
 
-    texts: Sequence[str]
-    pairs: Sequence[str] | None = None
-    top_k: int | None = None
-    threshold: float | None = None
-    function_to_apply: str | None = None
-    calibrated: bool = False
-    truncate: Truncate = True
-    stride: int | None = None
+    @model_validator(mode="after")
+    def _aligned(self) -> Self:
+        check_aligned(self.inputs, self.text_pair)
+        return self
 
     def plan(self, engine: Engine, heads: Heads) -> TaskPlan[Cut, list[LabelScore]]:
         name, head = engine.select_head("classification", heads)
@@ -41,10 +48,10 @@ class Classification:
                 f"head {name} has no calibration_temperature: leave calibrated out",
                 param="calibrated",
             )
-        stride, pairs = engine.check_stride(self.stride), self.pairs
+        stride, pairs = engine.check_stride(self.stride), self.text_pair
 
         def encode(part: slice) -> Sequence[Cut]:
-            texts = self.texts[part]
+            texts = self.inputs[part]
             if pairs is None:
                 return engine.encoder.windows(texts, truncate=self.truncate, stride=stride)
             if self.truncate == "window":
@@ -63,5 +70,5 @@ class Classification:
                 temperature=temperature,
             )
 
-        sizes = characters(self.texts) if pairs is None else characters(self.texts, pairs)
+        sizes = characters(self.inputs) if pairs is None else characters(self.inputs, pairs)
         return TaskPlan((name,), sizes, encode, one_head(name, labels))

@@ -1,42 +1,58 @@
 """Embedding: one vector for each text."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
 
 from service.core import decode
 from service.core.bundle import Head, InputType, OutputDtype, Ranges
 from service.core.decode import Floats, Vector
-from service.core.encode import Cut, Truncate
+from service.core.encode import Cut
 from service.engines.engine import Engine
 from service.engines.task_plan import TaskPlan, one_head
 from service.errors import InvalidInput
 from service.scheduling.entries import Heads, Outputs
+from service.tasks.fields import AtLeastOne, Inputs, ServedName, TruncateField, Windowed
 
+LONGEST_PROMPT = (
+    2048  # largest number of characters of a prompt, which is repeated before each input
+)
 NAMED = 32  # largest number of prompts or dimensions that a message lists
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Embedding:
-    """One vector `[D]` for each text.
+class Embedding(Inputs, Windowed):
+    """One vector `[D]` for each text."""
 
-    normalize: whether vectors have length 1; None for the default of the head
-    dimensions: the number of first dimensions that are kept, None for all
-    stride: tokens that neighboring windows share; None for the default
-    prompt_name: the name of the head's prompt that stands before each text
-    prompt: the text before each text, instead of a prompt of the head; "" for none
-    input_type: whether the texts are queries or documents; selects a head for them, and its prompt
-    output_dtype: the type of the numbers; see `decode.quantize`
-    """
+    normalize: bool | None = Field(
+        None, description="scale vectors to length 1; as the head says when absent"
+    )
+    dimensions: AtLeastOne | None = Field(
+        None, description="keep only the first dimensions; all of them when absent"
+    )
+    truncate: TruncateField = Field(
+        True, description="cut a long text (true), refuse it (false), or pool its windows"
+    )
+    prompt_name: ServedName | None = Field(
+        None, description="the head's prompt before each text; its default prompt when absent"
+    )
+    prompt: Annotated[str, Field(max_length=LONGEST_PROMPT)] | None = Field(
+        None, description="the text before each text, instead of a prompt of the head"
+    )
+    input_type: InputType | None = Field(
+        None, description="what the texts are: selects the prompt, and the head where there are two"
+    )
+    output_dtype: OutputDtype = Field(
+        "float",
+        description="the type of the numbers; binary and ubinary have a bit for each dimension",
+    )
 
-    texts: Sequence[str]
-    normalize: bool | None = None
-    dimensions: int | None = None
-    truncate: Truncate = True
-    stride: int | None = None
-    prompt_name: str | None = None
-    prompt: str | None = None
-    input_type: InputType | None = None
-    output_dtype: OutputDtype = "float"
+    @model_validator(mode="after")
+    def _one_prompt(self) -> Self:
+        if self.prompt is not None and self.prompt_name is not None:
+            raise InvalidInput("send prompt or prompt_name, not both", param="prompt")
+        return self
 
     def plan(self, engine: Engine, heads: Heads) -> TaskPlan[Cut, Vector]:
         name, head = self._select_head(engine, heads)
@@ -49,7 +65,7 @@ class Embedding:
 
         def encode(part: slice) -> Sequence[Cut]:
             return engine.encoder.windows(
-                self.texts[part], truncate=self.truncate, stride=stride, prompt=prompt
+                self.inputs[part], truncate=self.truncate, stride=stride, prompt=prompt
             )
 
         def vector(_: int, item: Cut, outputs: list[Floats]) -> Vector:
@@ -58,7 +74,7 @@ class Embedding:
             )
             return decode.quantize(embedded, self.output_dtype, ranges)
 
-        sizes = [len(prompt) + len(text) for text in self.texts]
+        sizes = [len(prompt) + len(text) for text in self.inputs]
         return TaskPlan((name,), sizes, encode, one_head(name, vector))
 
     def _select_head(self, engine: Engine, heads: Heads) -> tuple[str, Head]:
@@ -78,10 +94,8 @@ class Embedding:
     def _prompt(self, name: str, head: Head) -> str:
         """Return the text before each input, as sentence-transformers' `encode`, `encode_query` or `encode_document`.
 
-        Raises InvalidInput for an unknown prompt name, and for two prompts.
+        Raises InvalidInput for an unknown prompt name.
         """
-        if self.prompt is not None and self.prompt_name is not None:
-            raise InvalidInput("prompt and prompt_name exclude each other", param="prompt")
         if self.prompt is not None:
             if self.prompt and not head.include_prompt:
                 reason = f"{name} excludes prompts from its pooling, which is not supported"
@@ -146,7 +160,7 @@ class EmbeddingByType:
 
     def plan(self, engine: Engine, heads: Heads) -> TaskPlan[Cut, dict[OutputDtype, Vector]]:
         plans = {
-            dtype: replace(self.embedding, output_dtype=dtype).plan(engine, heads)
+            dtype: self.embedding.model_copy(update={"output_dtype": dtype}).plan(engine, heads)
             for dtype in self.output_dtypes
         }
         first = next(iter(plans.values()))

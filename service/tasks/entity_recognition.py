@@ -1,40 +1,40 @@
 """Entity recognition: the named entities of texts, with their positions."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field
 
 from service.core import decode
-from service.core.decode import EntitySpan, Floats, OffsetUnit
-from service.core.encode import Encoded, Truncate
+from service.core.decode import EntitySpan, Floats
+from service.core.encode import Encoded
 from service.engines.engine import Engine
 from service.engines.task_plan import TaskPlan, characters, one_head
 from service.scheduling.entries import Heads
+from service.tasks.fields import Inputs, Positions, TruncateField, Windowed
+
+Aggregation = Literal["none", "simple", "first", "average", "max"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EntityRecognition:
-    """The entities of each text, in text order.
+class EntityRecognition(Inputs, Windowed, Positions):
+    """The entities of each text, in text order."""
 
-    aggregation_strategy: see `decode.ner`
-    offset_unit: of the positions
-    stride: tokens that neighboring windows share; None for the default
-    """
-
-    texts: Sequence[str]
-    aggregation_strategy: str = "first"
-    offset_unit: OffsetUnit = "code_point"
-    truncate: Truncate = "window"
-    stride: int | None = None
+    aggregation_strategy: Aggregation = Field(
+        "first", description="how a word's tokens, and an entity's words, become one entity"
+    )
+    truncate: TruncateField = Field(
+        "window", description="read a long text in windows, cut it (true) or refuse it (false)"
+    )
 
     def plan(self, engine: Engine, heads: Heads) -> TaskPlan[Encoded, list[EntitySpan]]:
         name, head = engine.select_head("ner", heads)
         stride = engine.check_stride(self.stride)
 
         def encode(part: slice) -> Sequence[Encoded]:
-            return engine.encoder.texts(self.texts[part], truncate=self.truncate, stride=stride)
+            return engine.encoder.texts(self.inputs[part], truncate=self.truncate, stride=stride)
 
         def entities(index: int, item: Encoded, outputs: list[Floats]) -> list[EntitySpan]:
-            text = self.texts[index]
+            text = self.inputs[index]
             found = decode.ner(
                 item.windows,
                 outputs,
@@ -44,4 +44,4 @@ class EntityRecognition:
             )
             return decode.to_utf16(found, text) if self.offset_unit == "utf16" else found
 
-        return TaskPlan((name,), characters(self.texts), encode, one_head(name, entities))
+        return TaskPlan((name,), characters(self.inputs), encode, one_head(name, entities))

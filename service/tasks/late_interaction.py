@@ -1,35 +1,35 @@
 """Late interaction: one vector for each token of a text, and documents ranked by them (MaxSim)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
+
+from pydantic import Field
 
 from service.core import decode
 from service.core.bundle import Head, LateInteraction
 from service.core.decode import Floats
-from service.core.encode import Cut, Truncate, expand
+from service.core.encode import Cut, expand
 from service.engines.engine import Engine, Reply
 from service.engines.task_plan import TaskPlan, characters, one_head
 from service.errors import InvalidInput
 from service.scheduling.entries import Heads
+from service.tasks.fields import Documents, Inputs, TruncateField, Windowed
 from service.tasks.source_texts import scores_of_texts, with_source
 
-InputType = Literal["query", "document"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenEmbedding:
+class TokenEmbedding(Inputs, Windowed):
     """The vectors `[n, D]` of each text's tokens, in all its windows, one window after the other.
 
-    input_type: a query may be expanded, a document may lose tokens; each has its prefix and its length
-    truncate: a query has no windows
-    stride: tokens that neighboring windows share; None for the default
+    A query may be expanded, and has no windows. A document may lose tokens. Each has its prefix and its length.
     """
 
-    texts: Sequence[str]
-    input_type: InputType = "document"
-    truncate: Truncate = True
-    stride: int | None = None
+    input_type: Literal["query", "document"] = Field(
+        "document", description="how the text is read: the prefix, the length and the tokens"
+    )
+    truncate: TruncateField = Field(
+        True,
+        description="cut a long text (true), refuse it (false), or read a long document in windows",
+    )
 
     def plan(self, engine: Engine, heads: Heads) -> TaskPlan[Cut, Floats]:
         name, head = engine.select_head("late-interaction", heads)
@@ -41,7 +41,7 @@ class TokenEmbedding:
 
         def encode(part: slice) -> Sequence[Cut]:
             found = engine.encoder.prefixed(
-                self.texts[part],
+                self.inputs[part],
                 prefix=late.query_prefix if is_query else late.document_prefix,
                 length=late.query_length if is_query else late.document_length,
                 truncate=self.truncate,
@@ -54,27 +54,17 @@ class TokenEmbedding:
             skip = late.query_skip_token_ids if is_query else late.skip_token_ids
             return decode.token_vectors(outputs, ids, normalize=head.normalize, skip=skip)
 
-        return TaskPlan((name,), characters(self.texts), encode, one_head(name, vectors))
+        return TaskPlan((name,), characters(self.inputs), encode, one_head(name, vectors))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LateInteractionRanking:
-    """The vectors of each document's tokens and, last, of the query's. See `scores`.
-
-    truncate: of the documents; the query is truncated if it is too long
-    stride: tokens that neighboring windows share; None for the default
-    """
-
-    query: str
-    documents: Sequence[str]
-    truncate: Truncate = "window"
-    stride: int | None = None
+class LateInteractionRanking(Documents):
+    """The vectors of each document's tokens and, last, of the query's. See `scores`."""
 
     def plan(self, engine: Engine, heads: Heads) -> TaskPlan[Cut, Floats]:
         documents = TokenEmbedding(
-            texts=self.documents, truncate=self.truncate, stride=self.stride
+            inputs=self.documents, truncate=self.truncate, stride=self.stride
         ).plan(engine, heads)
-        query = TokenEmbedding(texts=[self.query], input_type="query").plan(engine, heads)
+        query = TokenEmbedding(inputs=[self.query], input_type="query").plan(engine, heads)
         return with_source(documents, query)
 
     def scores(self, engine: Engine, reply: Reply[Floats]) -> list[float | None]:

@@ -1,48 +1,49 @@
 """Mask filling: the tokens that fit best in place of each mask token of texts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from pydantic import Field
 
 from service.core import decode
 from service.core.decode import Floats, MaskedText, TokenScore
-from service.core.encode import TextError, Truncate
+from service.core.encode import TextError
 from service.core.packing import MOST_MASKS
 from service.engines.engine import Engine
 from service.engines.task_plan import TaskPlan, characters, one_head
 from service.errors import InvalidInput, TooLarge
 from service.scheduling.entries import Heads
+from service.tasks.fields import Inputs, Texts, TruncateField, UpToHundred, Windowed
 
 MASK_TOKENS = ("[MASK]", "<mask>")  # of the families of encoders, to explain a wrong one
 MOST_LOGITS = 2**25  # of a request; 128 MiB until they are decoded
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MaskFilling:
+class MaskFilling(Inputs, Windowed):
     """For each mask token of each text, the tokens to put there, by falling probability.
 
-    top_k: the number of tokens for each mask token
-    targets: the only tokens to consider, each spelled as in the vocabulary or as text that is one token; None for all
-    stride: tokens that neighboring windows share; None for the default
+    A target is spelled as in the vocabulary, or as text that is one token.
     """
 
-    texts: Sequence[str]
-    top_k: int = 5
-    targets: Sequence[str] | None = None
-    truncate: Truncate = "window"
-    stride: int | None = None
+    top_k: UpToHundred = Field(5, description="tokens to return for each mask token")
+    targets: Texts | None = Field(
+        None, description="the only tokens to consider; the whole vocabulary when absent"
+    )
+    truncate: TruncateField = Field(
+        "window", description="read a long text in windows, cut it (true) or refuse it (false)"
+    )
 
     def plan(self, engine: Engine, heads: Heads) -> TaskPlan[MaskedText, list[list[TokenScore]]]:
         name, head = engine.select_head("fill-mask", heads)
         number, rows = head.mask_token_id or 0, head.vocabulary_size or 0
         stride, tokenizer = engine.check_stride(self.stride), engine.encoder.tokenizer
         mask = tokenizer.id_to_token(number) or ""
-        masks, most = sum([text.count(mask) for text in self.texts]), MOST_LOGITS // rows
+        masks, most = sum([text.count(mask) for text in self.inputs]), MOST_LOGITS // rows
         if masks > most:
             raise TooLarge(f"{masks} mask tokens; a request may have {most}", param="inputs")
         targets = None if self.targets is None else target_ids(engine, self.targets)
 
         def encode(part: slice) -> Sequence[MaskedText]:
-            texts = self.texts[part]
+            texts = self.inputs[part]
             encoded = engine.encoder.texts(texts, truncate=self.truncate, stride=stride)
             found = [decode.find_masks(item, number) for item in encoded]
             reasons = [_refusal(text, mask, item) for text, item in zip(texts, found, strict=True)]
@@ -67,7 +68,7 @@ class MaskFilling:
                 for best in filled
             ]
 
-        sizes = characters(self.texts)
+        sizes = characters(self.inputs)
         return TaskPlan((name,), sizes, encode, one_head(name, fill), decodes_inline=False)
 
 

@@ -1,34 +1,40 @@
 """Extractive question answering: the spans of contexts that answer questions."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from pydantic import Field
 
 from service.core import decode
-from service.core.decode import AnswerSpan, Floats, OffsetUnit
-from service.core.encode import Encoded, Truncate
+from service.core.decode import AnswerSpan, Floats
+from service.core.encode import Encoded
 from service.engines.engine import Engine
 from service.engines.task_plan import TaskPlan, characters, one_head
 from service.scheduling.entries import Heads
+from service.tasks.fields import Positions, TruncateField, UpToHundred, Windowed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuestionAnswering:
+class QaOptions(Windowed, Positions):
+    """The options of questions that the native API has."""
+
+    top_k: UpToHundred = Field(1, description="answers to return for each question")
+    handle_impossible_answer: bool = Field(
+        False, description='may answer "" (start 0, end 0) when the context holds no answer'
+    )
+    truncate: TruncateField = Field(
+        "window",
+        description="read a long context in windows, cut it (true) or refuse it (false)",
+    )
+
+
+class QuestionAnswering(QaOptions):
     """The spans of each context that answer its question, by falling score.
 
-    handle_impossible_answer: whether the null answer competes
-    offset_unit: of the positions
-    stride: tokens that neighboring windows share; None for the default
     max_answer_tokens, max_query_tokens: the longest answer, and the part of a question that is read; None for the
         head's own
     """
 
     questions: Sequence[str]
     contexts: Sequence[str]
-    top_k: int = 1
-    handle_impossible_answer: bool = False
-    offset_unit: OffsetUnit = "code_point"
-    truncate: Truncate = "window"
-    stride: int | None = None
     max_answer_tokens: int | None = None
     max_query_tokens: int | None = None
 

@@ -1,19 +1,21 @@
 """Reranking: the relevance of documents to a query."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
+
+from pydantic import Field
 
 from service.core import decode
 from service.core.bundle import Head, Task
 from service.core.decode import Floats
-from service.core.encode import Cut, Truncate
+from service.core.encode import Cut
 from service.engines.engine import Engine, EngineTask, Reply
 from service.engines.task_plan import TaskPlan, characters, one_head
 from service.errors import UnknownHead
 from service.scheduling.entries import Heads
+from service.tasks.fields import Documents
 from service.tasks.late_interaction import LateInteractionRanking
-from service.tasks.similarity import Similarity
+from service.tasks.similarity import VectorRanking
 from service.tasks.sparse_embedding import SparseRanking
 
 T = TypeVar("T")
@@ -34,21 +36,15 @@ class Ranked(NamedTuple):
     score: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reranking:
+class Reranking(Documents):
     """The score of each document, by a cross-encoder: a classification head with a single label.
 
     The query and the document are one input. A long document is read in windows, of which the best one counts.
-
-    raw_scores: return logits
-    stride: tokens that neighboring windows share; None for the default
     """
 
-    query: str
-    documents: Sequence[str]
-    raw_scores: bool = False
-    truncate: Truncate = "window"
-    stride: int | None = None
+    raw_scores: bool = Field(
+        False, description="logits of a cross-encoder, in place of scores from its activation"
+    )
 
     def plan(self, engine: Engine, heads: Heads) -> TaskPlan[Cut, float]:
         name = select_cross_encoder(engine, heads)
@@ -69,42 +65,20 @@ class Reranking:
         return reply.results
 
 
-def make_ranking(
-    engine: Engine,
-    head: str | None,
-    *,
-    query: str,
-    documents: Sequence[str],
-    raw_scores: bool,
-    truncate: Truncate,
-    stride: int | None,
-) -> Ranking[Any]:
+def make_ranking(engine: Engine, head: str | None, asked: Reranking) -> Ranking[Any]:
     """Return the ranking by a head: by its vectors, or by a cross-encoder for a head of another task, and for None."""
     wanted = engine.manifest.heads.get(head or "")
+    query, documents = asked.query, asked.documents
+    windows: dict[str, Any] = {"truncate": asked.truncate, "stride": asked.stride}
     match wanted.task if wanted else None:
         case "embedding":
-            return Similarity(
-                source=query,
-                texts=documents,
-                truncate=truncate,
-                stride=stride,
-                source_type="query",
-                texts_type="document",
-            )
+            return VectorRanking(source=query, inputs=documents, **windows)
         case "late-interaction":
-            return LateInteractionRanking(
-                query=query, documents=documents, truncate=truncate, stride=stride
-            )
+            return LateInteractionRanking(query=query, documents=documents, **windows)
         case "sparse-embedding":
-            return SparseRanking(query=query, documents=documents, truncate=truncate, stride=stride)
+            return SparseRanking(query=query, documents=documents, **windows)
         case _:
-            return Reranking(
-                query=query,
-                documents=documents,
-                raw_scores=raw_scores,
-                truncate=truncate,
-                stride=stride,
-            )
+            return asked
 
 
 def select_cross_encoder(engine: Engine, wanted: Heads) -> str:

@@ -1,21 +1,22 @@
 """Similarity: the cosines of one text's vector with the vectors of other texts."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import ClassVar
+
+from pydantic import Field
 
 from service.core import decode
 from service.core.bundle import InputType
 from service.core.decode import Floats
-from service.core.encode import Cut, Truncate
+from service.core.encode import Cut
 from service.engines.engine import Engine, Reply
 from service.engines.task_plan import TaskPlan
 from service.scheduling.entries import Heads
 from service.tasks.embedding import Embedding
+from service.tasks.fields import Inputs, TruncateField, Windowed
 from service.tasks.source_texts import scores_of_texts, with_source
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Similarity:
+class Similarity(Inputs, Windowed):
     """The vector of each text and, last, of the text that they are compared with. See `scores`.
 
     truncate: of the texts; the source is cut if it is too long
@@ -23,22 +24,23 @@ class Similarity:
     source_type, texts_type: input types, which select prompts, and heads where there is one for each type
     """
 
-    source: str
-    texts: Sequence[str]
-    truncate: Truncate = True
-    stride: int | None = None
-    source_type: InputType | None = None
-    texts_type: InputType | None = None
+    source_type: ClassVar[InputType | None] = None
+    texts_type: ClassVar[InputType | None] = None
+
+    source: str = Field(description="the text that each input is compared with")
+    truncate: TruncateField = Field(
+        True, description="cut a long text (true), refuse it (false), or pool its windows"
+    )
 
     def plan(self, engine: Engine, heads: Heads) -> TaskPlan[Cut, Floats]:
         texts = Embedding(
-            texts=self.texts,
+            inputs=self.inputs,
             normalize=False,
             truncate=self.truncate,
             stride=self.stride,
             input_type=self.texts_type,
         ).plan(engine, _for_type(engine, heads, self.texts_type))
-        source = Embedding(texts=[self.source], normalize=False, input_type=self.source_type).plan(
+        source = Embedding(inputs=[self.source], normalize=False, input_type=self.source_type).plan(
             engine, _for_type(engine, heads, self.source_type)
         )
         return with_source(texts, source)
@@ -46,6 +48,13 @@ class Similarity:
     def scores(self, engine: Engine, reply: Reply[Floats]) -> list[float | None]:
         """Return the cosine of each text's vector with the source's; None for a text that failed."""
         return scores_of_texts(reply, decode.cosines)
+
+
+class VectorRanking(Similarity):
+    """The similarity of documents with a query."""
+
+    source_type = "query"
+    texts_type = "document"
 
 
 def _for_type(engine: Engine, heads: Heads, input_type: InputType | None) -> Heads:

@@ -1,29 +1,28 @@
 """Sparse embedding: a weight for each of a few tokens of the vocabulary, and documents ranked by them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from pydantic import Field
 
 from service.core import decode
 from service.core.decode import Floats, SparseVector
-from service.core.encode import Cut, Truncate
+from service.core.encode import Cut
 from service.engines.engine import Engine, Reply
 from service.engines.task_plan import TaskPlan, characters, one_head
 from service.scheduling.entries import Heads
+from service.tasks.fields import AtLeastOne, Documents, Inputs, TruncateField, Windowed
 from service.tasks.source_texts import scores_of_texts, with_source
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SparseEmbedding:
-    """The weights of each text's tokens, the largest over all its windows.
+class SparseEmbedding(Inputs, Windowed):
+    """The weights of each text's tokens, the largest over all its windows."""
 
-    top_k: keep this many of the largest weights; None for all that are above 0
-    stride: tokens that neighboring windows share; None for the default
-    """
-
-    texts: Sequence[str]
-    top_k: int | None = None
-    truncate: Truncate = True
-    stride: int | None = None
+    top_k: AtLeastOne | None = Field(
+        None, description="the number of largest weights to return; all above 0 when absent"
+    )
+    truncate: TruncateField = Field(
+        True, description="cut a long text (true), refuse it (false), or read it in windows"
+    )
 
     def plan(self, engine: Engine, heads: Heads) -> TaskPlan[Cut, SparseVector]:
         name, head = engine.select_head("sparse-embedding", heads)
@@ -33,7 +32,7 @@ class SparseEmbedding:
         stride = engine.check_stride(self.stride)
 
         def encode(part: slice) -> Sequence[Cut]:
-            return engine.encoder.windows(self.texts[part], truncate=self.truncate, stride=stride)
+            return engine.encoder.windows(self.inputs[part], truncate=self.truncate, stride=stride)
 
         def weigh(_: int, item: Cut, outputs: list[Floats]) -> SparseVector:
             if sparse.source == "tokens":
@@ -43,27 +42,17 @@ class SparseEmbedding:
                 outputs, activation=sparse.activation, skip=skip, top_k=self.top_k
             )
 
-        return TaskPlan((name,), characters(self.texts), encode, one_head(name, weigh))
+        return TaskPlan((name,), characters(self.inputs), encode, one_head(name, weigh))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SparseRanking:
-    """The weights of each document's tokens and, last, of the query's. See `scores`.
-
-    truncate: of the documents; the query is truncated if it is too long
-    stride: tokens that neighboring windows share; None for the default
-    """
-
-    query: str
-    documents: Sequence[str]
-    truncate: Truncate = "window"
-    stride: int | None = None
+class SparseRanking(Documents):
+    """The weights of each document's tokens and, last, of the query's. See `scores`."""
 
     def plan(self, engine: Engine, heads: Heads) -> TaskPlan[Cut, SparseVector]:
         documents = SparseEmbedding(
-            texts=self.documents, truncate=self.truncate, stride=self.stride
+            inputs=self.documents, truncate=self.truncate, stride=self.stride
         ).plan(engine, heads)
-        query = SparseEmbedding(texts=[self.query]).plan(engine, heads)
+        query = SparseEmbedding(inputs=[self.query]).plan(engine, heads)
         return with_source(documents, query)
 
     def scores(self, engine: Engine, reply: Reply[SparseVector]) -> list[float | None]:

@@ -41,7 +41,7 @@ class TokenSequences:
             raise InvalidInput(f"{engine.id} has no head that reads token ids", param="outputs")
         empty = [""] * len(self.sequences)  # the tasks decode, but encode nothing
         plans = {
-            name: TASKS[manifest.heads[name].task](texts=empty).plan(engine, (name,))
+            name: TASKS[manifest.heads[name].task](inputs=empty).plan(engine, (name,))
             for name in names
         }
         size = engine.encoder.tokenizer.get_vocab_size()

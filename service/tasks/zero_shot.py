@@ -2,7 +2,10 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from service.core import decode
 from service.core.bundle import Head
@@ -12,24 +15,32 @@ from service.engines.engine import Engine
 from service.engines.task_plan import TaskPlan, characters, one_head
 from service.errors import UnknownHead
 from service.scheduling.entries import Heads
+from service.tasks.fields import Inputs, NotBlank, Texts
 
 ENTAILMENT, CONTRADICTION = "entail", "contra"  # beginnings of labels, in lower case
 TEMPLATE = "This example is {}."  # of transformers' pipeline
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ZeroShot:
-    """The labels of each text by falling score, each from the text with a hypothesis that names the label.
+def check_template(value: object) -> object:
+    if isinstance(value, str) and "{}" not in value:
+        raise PydanticCustomError("template", "must contain {{}}, the place of the label")
+    return value
 
-    hypothesis_template: a text with {} in the place of the label
-    multi_label: see `decode.zero_shot`
-    """
 
-    texts: Sequence[str]
-    labels: Sequence[str]
-    hypothesis_template: str = TEMPLATE
-    multi_label: bool = False
-    truncate: bool = True
+Template = Annotated[NotBlank, BeforeValidator(check_template)]
+
+
+class ZeroShot(Inputs):
+    """The labels of each text by falling score, each from the text with a hypothesis that names the label."""
+
+    labels: Texts = Field(description="one label, or several")
+    hypothesis_template: Template = Field(
+        TEMPLATE, description="the hypothesis about a label, which replaces {}"
+    )
+    multi_label: bool = Field(
+        False, description="whether several labels may hold together, each with a score of its own"
+    )
+    truncate: bool = Field(True, description="cut a long text (true) or refuse it (false)")
 
     def plan(self, engine: Engine, heads: Heads) -> TaskPlan[Cut, list[LabelScore]]:
         name = select_entailment(engine, heads)
@@ -38,7 +49,7 @@ class ZeroShot:
 
         def encode(part: slice) -> Sequence[Cut]:
             encoded, too_long = [], {}
-            for index, text in enumerate(self.texts[part]):
+            for index, text in enumerate(self.inputs[part]):
                 try:
                     encoded.append(self._encode(engine, text, hypotheses))
                 except TextError as error:
@@ -56,7 +67,7 @@ class ZeroShot:
                 multi_label=self.multi_label,
             )
 
-        sizes = [(size + sum(map(len, hypotheses))) for size in characters(self.texts)]
+        sizes = [(size + sum(map(len, hypotheses))) for size in characters(self.inputs)]
         return TaskPlan((name,), sizes, encode, one_head(name, labels))
 
     def _encode(self, engine: Engine, text: str, hypotheses: Sequence[str]) -> Cut:

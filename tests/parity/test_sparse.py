@@ -94,9 +94,9 @@ def test_splade(masked: Path, tmp_path: Path, activation: str) -> None:
         together, few, *alone = compute(
             tmp_path / "bundle",
             precision,
-            SparseEmbedding(texts=TEXTS),
-            SparseEmbedding(texts=TEXTS, top_k=9),
-            *(SparseEmbedding(texts=[text]) for text in TEXTS),
+            SparseEmbedding(inputs=TEXTS),
+            SparseEmbedding(inputs=TEXTS, top_k=9),
+            *(SparseEmbedding(inputs=[text]) for text in TEXTS),
         )
         found = rows(together, expected.shape[1])
         assert np.array_equal(found, rows([one for (one,) in alone], expected.shape[1]))
@@ -121,7 +121,7 @@ def test_masked_language_model_as_sparse(tmp_path: Path, model_type: str) -> Non
     folder = hub.save(model_type, tmp_path / "checkpoint", transformers.AutoModelForMaskedLM)
     run_export(folder, tmp_path / "bundle", "--task", "sparse-embedding", "--precision", "fp32")
     expected = SparseEncoder(str(folder)).encode(TEXTS[:3], convert_to_sparse_tensor=False)
-    (found,) = compute(tmp_path / "bundle", "fp32", SparseEmbedding(texts=TEXTS[:3]))
+    (found,) = compute(tmp_path / "bundle", "fp32", SparseEmbedding(inputs=TEXTS[:3]))
     np.testing.assert_allclose(rows(found, expected.shape[1]), expected.numpy(), atol=1e-4)
 
 
@@ -194,8 +194,8 @@ def test_bge_m3(bge: Path, tmp_path: Path) -> None:
     sparse, tokens, by_weights, by_tokens = compute(
         tmp_path / "bundle",
         "fp32",
-        SparseEmbedding(texts=[query, *texts]),
-        TokenEmbedding(texts=[query, *texts]),
+        SparseEmbedding(inputs=[query, *texts]),
+        TokenEmbedding(inputs=[query, *texts]),
         SparseRanking(query=query, documents=texts, truncate=True),
         LateInteractionRanking(query=query, documents=texts, truncate=True),
     )

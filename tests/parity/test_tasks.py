@@ -163,7 +163,7 @@ CASES: dict[str, Case] = {
     ),
     "sparse": Case(
         "sparse",
-        lambda texts, **options: SparseEmbedding(texts=texts, **options),
+        lambda texts, **options: SparseEmbedding(inputs=texts, **options),
         sparse_encoder,
         all_weights,
         int8=0.4,
@@ -177,25 +177,25 @@ CASES: dict[str, Case] = {
     ),
     "zero-shot": Case(
         "entailment",
-        lambda texts, **options: ZeroShot(texts=texts, labels=LABELS, **options),
+        lambda texts, **options: ZeroShot(inputs=texts, labels=LABELS, **options),
         lambda folder, texts: zero_shot(folder, texts, multi_label=False),
         scores,
     ),
     "zero-shot of several labels": Case(
         "entailment",
-        lambda texts, **options: ZeroShot(texts=texts, labels=LABELS, multi_label=True, **options),
+        lambda texts, **options: ZeroShot(inputs=texts, labels=LABELS, multi_label=True, **options),
         lambda folder, texts: zero_shot(folder, texts, multi_label=True),
         scores,
     ),
 }
 OTHERS: tuple[tuple[str, EngineTask[Any]], ...] = (
-    ("sentiment", Classification(texts=TEXTS)),
-    ("entities", EntityRecognition(texts=[LONG, *TEXTS])),
+    ("sentiment", Classification(inputs=TEXTS)),
+    ("entities", EntityRecognition(inputs=[LONG, *TEXTS])),
     ("answers", QuestionAnswering(questions=[QUERY] * 2, contexts=[LONG, TEXTS[2]])),
-    ("embeddings", Embedding(texts=TEXTS)),
-    ("embeddings", Similarity(source=QUERY, texts=TEXTS)),
-    ("tokens", TokenEmbedding(texts=[QUERY, TEXTS[0]], input_type="query")),
-    ("tokens", TokenEmbedding(texts=[LONG, *TEXTS], truncate="window")),
+    ("embeddings", Embedding(inputs=TEXTS)),
+    ("embeddings", Similarity(source=QUERY, inputs=TEXTS)),
+    ("tokens", TokenEmbedding(inputs=[QUERY, TEXTS[0]], input_type="query")),
+    ("tokens", TokenEmbedding(inputs=[LONG, *TEXTS], truncate="window")),
 )
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
@@ -263,7 +263,7 @@ async def test_parity(case: Case, engine: Engine, folder: Path) -> None:
 
 async def test_similarity_parity(engine: Engine, folder: Path) -> None:
     """The cosines of sentence-transformers."""
-    task = Similarity(source=QUERY, texts=[*TEXTS, LONG])
+    task = Similarity(source=QUERY, inputs=[*TEXTS, LONG])
 
     found = np.asarray(task.scores(engine, await engine.answer(task, ticket())))
 
@@ -295,12 +295,12 @@ async def test_analysis_equals_each_head_alone(engine: Engine, heads: tuple[str,
     texts = [*TEXTS, LONG]
     of_texts = ("sentiment", "relevance", "entailment", "entities", "embeddings")
 
-    reply = await engine.answer(Analysis(texts=texts), ticket(), heads)
+    reply = await engine.answer(Analysis(inputs=texts), ticket(), heads)
 
     assert (heads or of_texts) == reply.heads
     for head in reply.heads:
         tasks = {"ner": EntityRecognition, "embedding": Embedding}
-        task = tasks.get(HEADS[head].task, Classification)(texts=texts, truncate="window")
+        task = tasks.get(HEADS[head].task, Classification)(inputs=texts, truncate="window")
         expected = await engine.answer(task, ticket(), (head,))
         assert expected.usage == reply.usage
         for one, other in zip(expected.results, reply.results, strict=True):
@@ -336,9 +336,9 @@ async def test_token_vectors_of_windows(engine: Engine) -> None:
     starts = [encoding.offsets[i][0] for i in range(0, len(encoding), room)]
     parts = [LONG[start:end] for start, end in zip(starts, ends, strict=False)]
 
-    long = TokenEmbedding(texts=[LONG], truncate="window", stride=0)
+    long = TokenEmbedding(inputs=[LONG], truncate="window", stride=0)
     (whole,) = (await engine.answer(long, ticket())).results
-    each = (await engine.answer(TokenEmbedding(texts=parts, truncate=False), ticket())).results
+    each = (await engine.answer(TokenEmbedding(inputs=parts, truncate=False), ticket())).results
 
     assert len(parts) > 2
     assert np.array_equal(np.concatenate(each), whole)
@@ -347,9 +347,9 @@ async def test_token_vectors_of_windows(engine: Engine) -> None:
 async def test_sparse_windows(engine: Engine) -> None:
     """A long text has the largest weight of each token over its windows, or the largest weights alone."""
     texts = [LONG, TEXTS[0]]
-    cut = SparseEmbedding(texts=texts)
-    windows = SparseEmbedding(texts=texts, truncate="window")
-    best = SparseEmbedding(texts=texts, truncate="window", top_k=5)
+    cut = SparseEmbedding(inputs=texts)
+    windows = SparseEmbedding(inputs=texts, truncate="window")
+    best = SparseEmbedding(inputs=texts, truncate="window", top_k=5)
 
     first, whole, few = [
         [all_weights(as_lists(one)) for one in (await engine.answer(task, ticket())).results]
@@ -366,14 +366,14 @@ async def test_sparse_windows(engine: Engine) -> None:
 
 async def test_queries_have_no_windows(engine: Engine) -> None:
     """A query is truncated or refused, and is filled up with tokens that have vectors."""
-    windows = TokenEmbedding(texts=[QUERY], input_type="query", truncate="window")
+    windows = TokenEmbedding(inputs=[QUERY], input_type="query", truncate="window")
     with pytest.raises(InvalidInput, match="queries have no windows"):
         await engine.answer(windows, ticket())
-    whole = TokenEmbedding(texts=[LONG], input_type="query", truncate=False)
+    whole = TokenEmbedding(inputs=[LONG], input_type="query", truncate=False)
     with pytest.raises(InvalidInput, match="longer than 20 tokens"):
         await engine.answer(whole, ticket())
 
-    task = TokenEmbedding(texts=[QUERY, LONG, "a"], input_type="query")
+    task = TokenEmbedding(inputs=[QUERY, LONG, "a"], input_type="query")
     reply = await engine.answer(task, ticket())
 
     assert [(20, 32)] * 3 == [vectors.shape for vectors in reply.results]
@@ -399,6 +399,6 @@ async def test_errors(case: Case, engine: Engine) -> None:
 async def test_analysis_refuses_heads(engine: Engine) -> None:
     """A head that reads pairs of a question and a context is refused, and so is an unknown one."""
     with pytest.raises(InvalidInput, match="answers does not read single texts"):
-        await engine.answer(Analysis(texts=TEXTS), ticket(), ("answers",))
+        await engine.answer(Analysis(inputs=TEXTS), ticket(), ("answers",))
     with pytest.raises(UnknownHead, match="no head 'mood'"):
-        await engine.answer(Analysis(texts=TEXTS), ticket(), ("mood",))
+        await engine.answer(Analysis(inputs=TEXTS), ticket(), ("mood",))

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from service.api.schemas import Request
 from service.core.bundle import Head, LateInteraction
 from service.core.decode import AnswerSpan, EntitySpan, LabelScore, SparseVector, TokenScore
 from service.engines.commands import Command
@@ -80,7 +81,7 @@ class FakeEngine:
     ) -> Reply[Any]:
         head, found = fake_results(task)
         results = [None if index in self.bad else one for index, one in enumerate(found)]
-        self.asked, self.heads, self.ticket = task, heads, ticket
+        self.asked, self.heads, self.ticket = as_task(task), heads, ticket
         self.reached.set()
         if ticket.on_submit is not None:
             ticket.on_submit(TOKENS)
@@ -107,36 +108,44 @@ class FakeEngine:
         return {"id": self.id, "precision": "int8"}
 
 
+def as_task(task: EngineTask[Any]) -> Any:
+    """Return the task whose fields a request has, or the task itself."""
+    if not isinstance(task, Request):
+        return task
+    kind: Any = next(k for k in type(task).__mro__ if k.__module__.startswith("service.tasks"))
+    return kind(**task.model_dump(include={*kind.model_fields}))
+
+
 def fake_results(task: EngineTask[Any]) -> tuple[str, list[Any]]:
     """Return a head's name, and the same result for each input of a task."""
     match task:
         case Classification():
             labels = [LabelScore("good", 0.75), LabelScore("bad", 0.25)][: task.top_k]
-            return "sentiment", [labels] * len(task.texts)
+            return "sentiment", [labels] * len(task.inputs)
         case EntityRecognition():
             name = "B-LOC" if task.aggregation_strategy == "none" else "LOC"
-            return "entities", [[EntitySpan(name, 0.5, "Oslo", 3, 7)]] * len(task.texts)
+            return "entities", [[EntitySpan(name, 0.5, "Oslo", 3, 7)]] * len(task.inputs)
         case QuestionAnswering():
             return "answers", [[AnswerSpan("six", 0.5, 4, 7)]] * len(task.questions)
         case MaskFilling():
-            masks = [[TokenScore(7, "six", 0.5, "at six")]] * max(task.texts[0].count("_"), 1)
-            return "masks", [masks] * len(task.texts)
+            masks = [[TokenScore(7, "six", 0.5, "at six")]] * max(task.inputs[0].count("_"), 1)
+            return "masks", [masks] * len(task.inputs)
         case Embedding():
-            return "embeddings", [VECTOR] * len(task.texts)
+            return "embeddings", [VECTOR] * len(task.inputs)
         case Similarity():
-            return "embeddings", [VECTOR] * (len(task.texts) + 1)
+            return "embeddings", [VECTOR] * (len(task.inputs) + 1)
         case TokenEmbedding():
-            return "tokens", [VECTORS] * len(task.texts)
+            return "tokens", [VECTORS] * len(task.inputs)
         case LateInteractionRanking():
             return "tokens", [VECTORS] * (len(task.documents) + 1)
         case SparseEmbedding():
-            return "weights", [WEIGHTS] * len(task.texts)
+            return "weights", [WEIGHTS] * len(task.inputs)
         case Reranking():
             return "relevance", [place / 4 for place in range(len(task.documents))]
         case ZeroShot():
-            return "entailment", [[LabelScore("good", 0.75)]] * len(task.texts)
+            return "entailment", [[LabelScore("good", 0.75)]] * len(task.inputs)
         case Analysis():
-            return "sentiment", [{"sentiment": [LabelScore("good", 0.75)]}] * len(task.texts)
+            return "sentiment", [{"sentiment": [LabelScore("good", 0.75)]}] * len(task.inputs)
     raise AssertionError(f"no results for {task}")
 
 

@@ -7,7 +7,6 @@ One request serves both versions; the answers differ. Long texts are cut unless 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from fastapi import APIRouter
 from pydantic import BaseModel, Field, model_validator
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -18,7 +17,6 @@ from service.api.dialects.common import (
     TEXTS_ONLY,
     DocumentsRequest,
     ErrorBody,
-    Part,
     abilities,
     allowed,
     encoded,
@@ -28,14 +26,15 @@ from service.api.dialects.common import (
     status_of,
 )
 from service.api.engine_call import Call, json_response, receive_call, service_of
-from service.api.native_routes import Route
-from service.api.schemas import AtLeastOne, AtLeastZero, ListOfTexts, Request, numbered
+from service.api.native_routes import make_router
+from service.api.schemas import Request, numbered
 from service.api.token_routes import check_vocabulary
 from service.core.bundle import InputType, OutputDtype
 from service.core.decode import Vector
 from service.engines.engine import Engine, Reply
 from service.errors import ErrorForm, InvalidInput, QuartetError, UnknownModel
 from service.tasks.embedding import Embedding, EmbeddingByType
+from service.tasks.fields import AtLeastOne, AtLeastZero, ListOfTexts, Strict
 
 PREFIX = "cohere"
 TAG = "Cohere"
@@ -51,11 +50,7 @@ INPUT_TYPES: Mapping[str | None, InputType] = {
     "search_document": "document",
 }
 
-router = APIRouter(
-    prefix=f"/{PREFIX}",
-    route_class=Route,
-    generate_unique_id_function=lambda route: f"cohere_{route.name}",
-)
+router = make_router(f"/{PREFIX}", "cohere_")
 
 
 class CohereErrorResponse(ErrorBody):
@@ -78,13 +73,13 @@ Priority = Annotated[
 ]
 
 
-class CohereText(Part):
+class CohereText(Strict):
     type: Annotated[str, allowed("text", reason=TEXTS_ONLY)]
     text: str
     image_url: Annotated[None, refused(TEXTS_ONLY)] = Field(None, description=REFUSED)
 
 
-class CohereInput(Part):
+class CohereInput(Strict):
     content: Annotated[list[CohereText], Field(min_length=1, max_length=1)]
 
 
@@ -145,7 +140,7 @@ class CohereEmbedRequest(Request):
         return numbered("texts" if self.inputs is None else "inputs", self.input_texts)
 
 
-class CohereSpans(Part):
+class CohereSpans(Strict):
     mode: Annotated[str, allowed("disabled", reason="spans of documents are not found")]
     threshold: float | None = None
     max_spans: int | None = None
@@ -170,32 +165,22 @@ class CohereRerankRequest(DocumentsRequest):
 
 class CohereTokenizeRequest(Request):
     task = "tokenize"
+    listed = "text"
+    text_fields = ("text",)
 
     text: Annotated[str, Field(min_length=1)]
-
-    @property
-    def size(self) -> int:
-        return 1
-
-    @property
-    def place(self) -> str:
-        return "text"
-
-    def texts(self) -> Iterator[tuple[str, str]]:
-        yield "text", self.text
 
 
 class CohereDetokenizeRequest(Request):
     task = "detokenize"
+    listed = "tokens"
+    text_fields = ()
 
     tokens: list[AtLeastZero] = Field(description="token ids")
 
     @property
     def size(self) -> int:
         return 1
-
-    def texts(self) -> Iterator[tuple[str, str]]:
-        return iter(())
 
 
 # -- responses ------------------------------------------------------------------------------------
@@ -304,7 +289,7 @@ async def embed_texts(
     body = call.body
     types = dict.fromkeys(body.embedding_types or ("float",))
     embedding = Embedding(
-        texts=body.input_texts,
+        inputs=body.input_texts,
         dimensions=body.output_dimension,
         truncate=body.truncate != "NONE",
         input_type=INPUT_TYPES.get(body.input_type),

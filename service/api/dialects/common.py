@@ -11,13 +11,20 @@ from starlette.requests import Request as HttpRequest
 
 from service.api.engine_call import Call, service_of
 from service.api.native_routes import base64_of, numbers, rank_documents
-from service.api.schemas import AtLeastOne, Request, numbered
+from service.api.schemas import Request, numbered
 from service.core.bundle import Task
 from service.core.decode import Vector
 from service.core.encode import Truncate
 from service.engines.engine import Engine, Reply
 from service.errors import InvalidInput, QuartetError, TooLarge
-from service.tasks.reranking import Ranked, is_cross_encoder, make_ranking, select_ranking_head
+from service.tasks.fields import AtLeastOne
+from service.tasks.reranking import (
+    Ranked,
+    Reranking,
+    is_cross_encoder,
+    make_ranking,
+    select_ranking_head,
+)
 
 T = TypeVar("T")
 
@@ -84,15 +91,9 @@ Input = Annotated[
 class InputRequest(Request):
     """A request whose `input` is texts or token ids."""
 
+    listed = "input"
+
     input: Input = Field(description="texts, or token ids")
-
-    @property
-    def size(self) -> int:
-        return len(self.input)
-
-    @property
-    def place(self) -> str:
-        return "input[{}]"
 
     def texts(self) -> Iterator[tuple[str, str]]:
         return numbered("input", [one for one in self.input if isinstance(one, str)])
@@ -129,7 +130,7 @@ def own_tokens(engine: Engine, advice: str = "") -> Tokens:
 
 async def input_texts(
     request: HttpRequest, call: Call[InputR], tokens: Callable[[], Tokens]
-) -> Sequence[str]:
+) -> list[str]:
     """Return the texts of a request, from the ids of these tokens where it has ids.
 
     Raises InvalidInput for an id that is no token, and TooLarge for texts that are larger than a body may be.
@@ -190,6 +191,7 @@ class DocumentsRequest(Request):
     """A request to rank documents by their relevance to a query."""
 
     task = "rerank"
+    listed = "documents"
 
     query: str = Field(description="the text that the documents are compared with")
     documents: Annotated[
@@ -202,26 +204,12 @@ class DocumentsRequest(Request):
     )
 
     @property
-    def size(self) -> int:
-        return len(self.documents)
-
-    @property
-    def place(self) -> str:
-        return "documents[{}]"
-
-    @property
     def document_texts(self) -> list[str]:
         return [text_of(document) or "" for document in self.documents]
 
     def texts(self) -> Iterator[tuple[str, str]]:
         yield "query", self.query
         yield from numbered("documents", self.document_texts)
-
-
-class Part(BaseModel):
-    """A part of a request: no unknown fields, and no value is converted to another type."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
 # -- responses ------------------------------------------------------------------------------------
@@ -269,15 +257,13 @@ async def rank_request(
     by: Sequence[Task] = ("late-interaction",),
 ) -> tuple[Reply[Any], list[Ranked]]:
     """Rank the documents of a request by a cross-encoder, or by the first head of the tasks `by` without one."""
-    ranking = make_ranking(
-        call.engine,
-        select_ranking_head(call.engine, by),
+    asked = Reranking(
         query=body.query,
         documents=body.document_texts,
         raw_scores=raw_scores,
         truncate=truncate,
-        stride=None,
     )
+    ranking = make_ranking(call.engine, select_ranking_head(call.engine, by), asked)
     return await rank_documents(call, ranking, body.top_n or None)
 
 

@@ -11,61 +11,38 @@ from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 import numpy as np
-from fastapi import APIRouter
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from service.api import openapi
-from service.api.analysis_schemas import check_template
 from service.api.dialects import tei_dialect
 from service.api.dialects.common import ErrorBody
 from service.api.dialects.tei_dialect import Direction, SentencesRequest
 from service.api.engine_call import Call, json_response, receive_call, service_of
-from service.api.mask_schemas import FilledToken
-from service.api.native_routes import Route, answer, each, entity, filled_masks, label
-from service.api.schemas import (
-    Aggregation,
-    Answer,
-    AtLeastOne,
-    AtLeastZero,
-    Entity,
-    EntityGroup,
-    Label,
-    NotBlank,
-    QaInput,
-    Request,
-    ServedName,
-    Strict,
-    Texts,
-    numbered,
-    whole,
-)
+from service.api.native_routes import answer, each, entity, filled_masks, label, make_router
+from service.api.responses import Answer, Entity, EntityGroup, FilledToken, Label
+from service.api.schemas import OneHead, QaInput, numbered
 from service.core.decode import AnswerSpan
 from service.engines.engine import Engine, Reply
 from service.errors import ErrorForm, InvalidInput, NotFound, QuartetError, RetryableError
 from service.tasks.classification import Classification
 from service.tasks.embedding import Embedding
-from service.tasks.entity_recognition import EntityRecognition
+from service.tasks.entity_recognition import Aggregation, EntityRecognition
+from service.tasks.fields import AtLeastOne, AtLeastZero, ServedName, Strict, Texts, UpToHundred
 from service.tasks.mask_filling import MaskFilling
 from service.tasks.question_answering import QuestionAnswering
 from service.tasks.similarity import Similarity
-from service.tasks.zero_shot import TEMPLATE, ZeroShot
+from service.tasks.zero_shot import TEMPLATE, Template, ZeroShot
 
 PREFIX = "hf"
 TAG = "Hugging Face Inference API"
-MOST_RESULTS = 100  # answers to a question, tokens for a mask token
-LONGEST_ANSWER = 100  # tokens
 NO_ANSWER = AnswerSpan("", 0.0, 0, 0)
 
 T = TypeVar("T")
 
-router = APIRouter(
-    prefix=f"/{PREFIX}",
-    route_class=Route,
-    generate_unique_id_function=lambda route: f"hf_{route.name}",
-)
+router = make_router(f"/{PREFIX}", "hf_")
 
 
 class HfErrorResponse(ErrorBody):
@@ -93,6 +70,12 @@ class Inputs:
 
     texts: list[str]
     is_batch: bool
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.texts)
 
 
 def check_inputs(value: object) -> object:
@@ -139,7 +122,6 @@ HfTexts = Annotated[
         }
     ),
 ]
-Count = Annotated[int, Field(ge=1, le=MOST_RESULTS), BeforeValidator(whole)]
 
 
 class HfOptions(Strict):
@@ -149,28 +131,14 @@ class HfOptions(Strict):
     wait_for_model: bool | None = Field(None, description="no effect: models are open")
 
 
-class HfRequest(Request):
+class HfRequest(OneHead):
     """The common fields. `model` and `head`, which the API does not have, can be in the path instead."""
 
-    head: ServedName | None = Field(
-        None, description="the model's first head for the task when absent"
-    )
     options: HfOptions | None = Field(None, description="accepted without effect")
-
-    @property
-    def wanted_heads(self) -> tuple[str, ...]:
-        return () if self.head is None else (self.head,)
 
 
 class HfTextsRequest(HfRequest):
     inputs: HfTexts = Field(description="a text, or a list, which is answered by a list")
-
-    @property
-    def size(self) -> int:
-        return len(self.inputs.texts)
-
-    def texts(self) -> Iterator[tuple[str, str]]:
-        return numbered("inputs", self.inputs.texts)
 
 
 class HfClassifyParameters(Strict):
@@ -206,13 +174,13 @@ class HfTokenRequest(HfTextsRequest):
 
 
 class HfQaParameters(Strict):
-    top_k: Count | None = Field(None, description="answers; with 1 or absent, an object")
+    top_k: UpToHundred | None = Field(None, description="answers; with 1 or absent, an object")
     doc_stride: AtLeastZero | None = Field(
         None, description="tokens that neighboring windows of a long context share"
     )
-    max_answer_len: (
-        Annotated[int, Field(ge=1, le=LONGEST_ANSWER), BeforeValidator(whole)] | None
-    ) = Field(None, description="tokens of the longest answer; the head's own when absent")
+    max_answer_len: UpToHundred | None = Field(
+        None, description="tokens of the longest answer; the head's own when absent"
+    )
     max_question_len: AtLeastOne | None = Field(
         None, description="tokens of a question that are read; the head's own when absent"
     )
@@ -285,7 +253,7 @@ class HfSimilarityRequest(HfRequest, SentencesRequest):
 
 
 class HfMaskParameters(Strict):
-    top_k: Count | None = Field(None, description="tokens for each mask token; 5 when absent")
+    top_k: UpToHundred | None = Field(None, description="tokens for each mask token; 5 when absent")
     targets: Texts | None = Field(None, description="the only tokens to consider, one or several")
 
 
@@ -309,7 +277,7 @@ class HfZeroShotParameters(Strict):
         Field(min_length=1),
         BeforeValidator(check_labels, json_schema_input_type=str | list[str]),
     ] = Field(description="the labels; a text has them separated by commas")
-    hypothesis_template: Annotated[NotBlank, BeforeValidator(check_template)] | None = Field(
+    hypothesis_template: Template | None = Field(
         None, description='the hypothesis about a label; "This example is {}." when absent'
     )
     multi_label: bool | None = Field(None, description="whether several labels may hold together")
@@ -346,7 +314,7 @@ async def classify_texts(call: Call[HfClassifyRequest]) -> Response:
     """Labels by falling score: for each text a list, which is within a list for a single text, too."""
     given = call.body.parameters or HfClassifyParameters()
     task = Classification(
-        texts=call.body.inputs.texts,
+        inputs=call.body.inputs.texts,
         top_k=given.top_k,
         function_to_apply=given.function_to_apply,
         truncate=given.truncation is not False,
@@ -359,7 +327,7 @@ async def classify_tokens(call: Call[HfTokenRequest]) -> Response:
     given = call.body.parameters or HfTokenParameters()
     strategy, ignored = given.aggregation_strategy or "simple", set(given.ignore_labels or ())
     task = EntityRecognition(
-        texts=call.body.inputs.texts, aggregation_strategy=strategy, stride=given.stride
+        inputs=call.body.inputs.texts, aggregation_strategy=strategy, stride=given.stride
     )
     key = "entity" if strategy == "none" else "entity_group"
 
@@ -392,7 +360,7 @@ async def extract_features(call: Call[HfFeatureRequest]) -> Response:
     """One vector for each text: a list of vectors for a single text, too, as text-embeddings-inference has it."""
     body = call.body
     task = Embedding(
-        texts=body.inputs.texts,
+        inputs=body.inputs.texts,
         normalize=body.given("normalize") is not False,
         dimensions=body.given("dimensions"),
         prompt_name=body.given("prompt_name"),
@@ -406,7 +374,7 @@ async def compare_sentences(call: Call[HfSimilarityRequest]) -> Response:
     inputs, given = call.body.inputs, call.body.parameters or HfSimilarityParameters()
     task = Similarity(
         source=inputs.source_sentence,
-        texts=inputs.sentences,
+        inputs=inputs.sentences,
         truncate=given.truncate is not False,
     )
     reply = await call.compute(task)
@@ -416,7 +384,7 @@ async def compare_sentences(call: Call[HfSimilarityRequest]) -> Response:
 async def fill_masks(call: Call[HfMaskRequest]) -> Response:
     """Tokens for the mask token by falling score; a list of them for each mask token of a text with several."""
     given = call.body.parameters or HfMaskParameters()
-    task = MaskFilling(texts=call.body.inputs.texts, top_k=given.top_k or 5, targets=given.targets)
+    task = MaskFilling(inputs=call.body.inputs.texts, top_k=given.top_k or 5, targets=given.targets)
     return of_inputs(call, await call.compute(task), filled_masks)
 
 
@@ -424,7 +392,7 @@ async def classify_zero_shot(call: Call[HfZeroShotRequest]) -> Response:
     """The labels of the request by falling score, by a head that was trained on entailment."""
     given = call.body.parameters
     task = ZeroShot(
-        texts=call.body.inputs.texts,
+        inputs=call.body.inputs.texts,
         labels=given.candidate_labels,
         multi_label=given.multi_label or False,
         hypothesis_template=given.hypothesis_template or TEMPLATE,

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import orjson
-from fastapi import APIRouter
 from pydantic import BaseModel, Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -33,9 +32,9 @@ from service.api.engine_call import (
     receive_body,
     service_of,
 )
-from service.api.native_routes import Route
+from service.api.native_routes import make_router
 from service.api.request_body import check_parts, parse_json
-from service.api.schemas import Strict, most_parts, validate
+from service.api.schemas import most_parts, validate
 from service.engines.commands import LoadModel, UnloadModel
 from service.engines.engine import Engine
 from service.errors import (
@@ -47,6 +46,7 @@ from service.errors import (
     UnsupportedMediaType,
 )
 from service.middleware.request_context import context_of
+from service.tasks.fields import Strict
 
 PREFIX = "v2"
 TAG = "Open Inference Protocol"
@@ -56,11 +56,7 @@ MEDIA_TYPES = ("", "application/json", BINARY)
 EXTENSIONS = ["binary_tensor_data", "classification", "model_repository"]
 PLATFORM = "onnxruntime_onnx"
 
-router = APIRouter(
-    prefix=f"/{PREFIX}",
-    route_class=Route,
-    generate_unique_id_function=lambda route: f"v2_{route.name}",
-)
+router = make_router(f"/{PREFIX}", "v2_")
 
 
 class InferenceErrorResponse(ErrorBody):

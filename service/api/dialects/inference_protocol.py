@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple, Self
 import numpy as np
 import orjson
 from numpy.typing import NDArray
-from pydantic import BeforeValidator, Field, SkipValidation, model_validator
+from pydantic import Field, SkipValidation, model_validator
 
 from service.api.native_routes import (
     answer,
@@ -24,16 +24,7 @@ from service.api.native_routes import (
     numbers,
     sparse_vector,
 )
-from service.api.schemas import (
-    AtLeastOne,
-    AtLeastZero,
-    Request,
-    ServedName,
-    Strict,
-    TruncateField,
-    numbered,
-    whole,
-)
+from service.api.schemas import Request, numbered
 from service.core.bundle import Head, Task
 from service.core.decode import LabelScore
 from service.core.packing import Ints
@@ -42,6 +33,14 @@ from service.errors import InvalidInput, TooLarge, UnknownHead
 from service.tasks.analysis import Analysis
 from service.tasks.classification import Classification
 from service.tasks.embedding import Embedding
+from service.tasks.fields import (
+    AtLeastOne,
+    AtLeastZero,
+    ServedName,
+    Strict,
+    TruncateField,
+    UpToHundred,
+)
 from service.tasks.late_interaction import TokenEmbedding
 from service.tasks.mask_filling import MaskFilling
 from service.tasks.question_answering import QuestionAnswering
@@ -65,7 +64,6 @@ SEPARATE = frozenset(
     {"qa", "fill-mask", "sparse-embedding", "late-interaction"}
 )  # tasks whose head is the only output of its request
 LENGTH = struct.Struct("<I")  # before each element of BYTES in binary data
-MOST_RESULTS = 100
 
 
 class InferInputParameters(Strict):
@@ -110,7 +108,7 @@ class InferParameters(Strict):
         None,
         description="read a long text in windows (pairs: cut it), cut it (true) or refuse it (false)",
     )
-    top_k: Annotated[int, Field(ge=1, le=MOST_RESULTS), BeforeValidator(whole)] | None = Field(
+    top_k: UpToHundred | None = Field(
         None, description="answers to a question, or tokens for a mask token"
     )
 
@@ -306,23 +304,23 @@ def make_task(engine: Engine, body: InferRequest) -> EngineTask[Any]:
     if PAIR in columns:
         refuse_unused(given, "top_k")
         cuts = True if given.truncate is None else given.truncate
-        return Classification(texts=columns[TEXT], pairs=columns[PAIR], truncate=cuts)
+        return Classification(inputs=columns[TEXT], text_pair=columns[PAIR], truncate=cuts)
     texts = columns[TEXT]
     alone = heads[wanted[0]] if len(wanted) == 1 else None
     match alone.task if alone else None:
         case "fill-mask":
-            return MaskFilling(texts=texts, top_k=given.top_k or 5, truncate=truncate)
+            return MaskFilling(inputs=texts, top_k=given.top_k or 5, truncate=truncate)
         case "sparse-embedding":
-            return SparseEmbedding(texts=texts, top_k=given.top_k, truncate=truncate)
+            return SparseEmbedding(inputs=texts, top_k=given.top_k, truncate=truncate)
     refuse_unused(given, "top_k")
     match alone.task if alone else None:
         case "late-interaction":
-            return TokenEmbedding(texts=texts, truncate=truncate)
+            return TokenEmbedding(inputs=texts, truncate=truncate)
         case "embedding":  # reads a default prompt, too, and encodes faster than `Analysis`
-            return Embedding(texts=texts, truncate=truncate)
+            return Embedding(inputs=texts, truncate=truncate)
         case "classification":
-            return Classification(texts=texts, truncate=truncate)
-    return Analysis(texts=texts, truncate=truncate)
+            return Classification(inputs=texts, truncate=truncate)
+    return Analysis(inputs=texts, truncate=truncate)
 
 
 def refuse_unused(given: InferParameters, *names: str) -> None:

@@ -5,10 +5,8 @@ documents of /rerank are read in windows, of which the best one counts.
 """
 
 import time
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
 from pydantic import BaseModel, BeforeValidator, Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -31,8 +29,8 @@ from service.api.dialects.common import (
     usage,
 )
 from service.api.engine_call import Call, json_response, receive_call, service_of
-from service.api.native_routes import Route, label
-from service.api.schemas import AtLeastZero, Request, ServedName, Texts, numbered
+from service.api.native_routes import label, make_router
+from service.api.schemas import Request
 from service.engines.engine import Engine, Reply
 from service.errors import (
     ErrorForm,
@@ -46,17 +44,14 @@ from service.errors import (
 )
 from service.tasks.classification import Classification
 from service.tasks.embedding import Embedding
+from service.tasks.fields import AtLeastZero, ServedName, Texts
 
 PREFIX = "infinity"
 TAG = "infinity"
 ANY_MODEL = "default/not-specified"  # what clients send for the default
 Modality = Annotated[str, allowed("text", reason=TEXTS_ONLY)]
 
-router = APIRouter(
-    prefix=f"/{PREFIX}",
-    route_class=Route,
-    generate_unique_id_function=lambda route: f"infinity_{route.name}",
-)
+router = make_router(f"/{PREFIX}", "infinity_")
 
 
 class InfinityFault(ErrorBody):
@@ -111,18 +106,10 @@ class InfinityRequest(Request):
 
 
 class InfinityInputRequest(InfinityRequest):
+    listed = "input"
+    text_fields = ("input",)
+
     input: Texts = Field(description="one text, or several")
-
-    @property
-    def size(self) -> int:
-        return len(self.input)
-
-    @property
-    def place(self) -> str:
-        return "input[{}]"
-
-    def texts(self) -> Iterator[tuple[str, str]]:
-        return numbered("input", self.input)
 
 
 class InfinityEmbeddingRequest(InfinityInputRequest):
@@ -213,7 +200,7 @@ async def embeddings(request: HttpRequest) -> Response:
     """One vector for each text."""
     call = await receive_call(request, InfinityEmbeddingRequest)
     body = call.body
-    reply = await call.compute(Embedding(texts=body.input, dimensions=body.dimensions or None))
+    reply = await call.compute(Embedding(inputs=body.input, dimensions=body.dimensions or None))
     data = embedding_data(reply.results, body.encoding_format)
     return respond(call, reply, {"object": "list", "data": data})
 
@@ -223,8 +210,8 @@ async def classify(request: HttpRequest) -> Response:
     """The labels of each text by falling score."""
     call = await receive_call(request, InfinityClassifyRequest)
     body = call.body
-    function = "none" if body.raw_scores else None
-    reply = await call.compute(Classification(texts=body.input, function_to_apply=function))
+    task = Classification(inputs=body.input, function_to_apply="none" if body.raw_scores else None)
+    reply = await call.compute(task)
     data = [[*map(label, found)] for found in filled(reply.results)]
     return respond(call, reply, {"object": "classify", "data": data})
 

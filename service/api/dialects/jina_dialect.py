@@ -2,7 +2,6 @@
 
 from typing import Literal
 
-from fastapi import APIRouter
 from pydantic import BaseModel, Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -17,17 +16,13 @@ from service.api.dialects.common import (
     usage,
 )
 from service.api.engine_call import json_response, receive_call
-from service.api.native_routes import Route
+from service.api.native_routes import make_router
 from service.errors import ErrorForm, QuartetError
 
 PREFIX = "v1/rerank"
 TAG = "Jina"
 
-router = APIRouter(
-    prefix=f"/{PREFIX}",
-    route_class=Route,
-    generate_unique_id_function=lambda route: f"jina_{route.name}",
-)
+router = make_router(f"/{PREFIX}", "jina_")
 
 
 class JinaErrorResponse(ErrorBody):

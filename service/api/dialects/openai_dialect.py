@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from functools import cache, partial
 from typing import Annotated, Literal
 
-from fastapi import APIRouter
 from pydantic import BaseModel, Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -29,13 +28,13 @@ from service.api.dialects.common import (
     usage,
 )
 from service.api.engine_call import json_response, receive_call, service_of
-from service.api.native_routes import Route
-from service.api.schemas import AtLeastOne
+from service.api.native_routes import make_router
 from service.core.bundle import InputType, OutputDtype
 from service.core.token_table import read_token_table
 from service.engines.engine import Engine
 from service.errors import ErrorForm, QuartetError, UnknownModel
 from service.tasks.embedding import Embedding
+from service.tasks.fields import AtLeastOne
 
 PREFIX = "v1"
 TAG = "OpenAI"
@@ -48,11 +47,7 @@ SEND_TEXTS = (
     " check_embedding_ctx_length=False; or set QUARTET_TIKTOKEN_FILE to cl100k_base.tiktoken"
 )
 
-router = APIRouter(
-    prefix=f"/{PREFIX}",
-    route_class=Route,
-    generate_unique_id_function=lambda route: f"openai_{route.name}",
-)
+router = make_router(f"/{PREFIX}", "openai_")
 
 
 ERROR_MODEL = OpenAIErrorResponse
@@ -137,7 +132,7 @@ async def embeddings(request: HttpRequest) -> Response:
     call = await receive_call(request, OpenAIEmbeddingRequest)
     body = call.body
     task = Embedding(
-        texts=await input_texts(request, call, partial(tokens_of, request, call.engine)),
+        inputs=await input_texts(request, call, partial(tokens_of, request, call.engine)),
         normalize=body.normalized,
         dimensions=body.dimensions,
         truncate=body.truncate is not False,

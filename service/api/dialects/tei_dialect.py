@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -20,18 +19,9 @@ from service import __version__
 from service.api import openapi
 from service.api.dialects.common import REFUSED, ErrorBody, allowed, filled, refused
 from service.api.engine_call import Call, json_response, receive_call, service_of
-from service.api.native_routes import Route, label, numbers
-from service.api.schemas import (
-    AtLeastOne,
-    InputsRequest,
-    NotBlank,
-    Request,
-    ServedName,
-    Texts,
-    numbered,
-)
+from service.api.native_routes import label, make_router, numbers
+from service.api.schemas import DetokenizeRequest, Request, numbered
 from service.api.token_routes import check_vocabulary
-from service.api.token_schemas import DetokenizeRequest
 from service.core.bundle import InputType
 from service.core.decode import LabelScore
 from service.core.encode import Encoded
@@ -39,6 +29,7 @@ from service.engines.engine import Engine
 from service.errors import ErrorForm, InvalidInput, QuartetError
 from service.tasks.classification import Classification
 from service.tasks.embedding import Embedding
+from service.tasks.fields import AtLeastOne, Inputs, NotBlank, ServedName, Strict, Texts
 from service.tasks.late_interaction import TokenEmbedding
 from service.tasks.reranking import Reranking, rank
 from service.tasks.similarity import Similarity
@@ -48,11 +39,7 @@ PREFIX = "tei"
 TAG = "text-embeddings-inference"
 ERROR_TYPES: Mapping[int, str] = {429: "Overloaded", 503: "Unhealthy"}
 
-router = APIRouter(
-    prefix=f"/{PREFIX}",
-    route_class=Route,
-    generate_unique_id_function=lambda route: f"tei_{route.name}",
-)
+router = make_router(f"/{PREFIX}", "tei_")
 
 
 class TeiErrorResponse(ErrorBody):
@@ -90,7 +77,7 @@ class TeiRequest(Request):
         return self.truncate is not False
 
 
-class TeiEmbedRequest(TeiRequest, InputsRequest):
+class TeiEmbedRequest(TeiRequest, Inputs):
     task = "embedding"
 
     normalize: bool = Field(True, description="scale vectors to length 1")
@@ -100,7 +87,7 @@ class TeiEmbedRequest(TeiRequest, InputsRequest):
     )
 
 
-class TeiEmbedAllRequest(TeiRequest, InputsRequest):
+class TeiEmbedAllRequest(TeiRequest, Inputs):
     task = "late-interaction"
 
     prompt_name: Annotated[
@@ -109,7 +96,7 @@ class TeiEmbedAllRequest(TeiRequest, InputsRequest):
     ] = Field(None, description="query or document, which is the default")
 
 
-class TeiEmbedSparseRequest(TeiRequest, InputsRequest):
+class TeiEmbedSparseRequest(TeiRequest, Inputs):
     task = "sparse-embedding"
 
     prompt_name: Annotated[None, refused("sparse heads have no prompts")] = Field(
@@ -123,6 +110,9 @@ class Sequences:
 
     lists: list[list[str]]
     is_batch: bool
+
+    def __len__(self) -> int:
+        return len(self.lists)
 
 
 def check_sequences(value: object) -> object:
@@ -154,10 +144,6 @@ class TeiPredictRequest(TeiRequest):
     ] = Field(description="a text, a pair as a list of two texts, or a list of lists of one or two")
     raw_scores: bool = Field(False, description="logits in place of scores")
 
-    @property
-    def size(self) -> int:
-        return len(self.inputs.lists)
-
     def texts(self) -> Iterator[tuple[str, str]]:
         for index, one in enumerate(self.inputs.lists):
             yield from ((f"inputs[{index}]", text) for text in one)
@@ -165,28 +151,16 @@ class TeiPredictRequest(TeiRequest):
 
 class TeiRerankRequest(TeiRequest):
     task = "rerank"
+    listed = "documents"
+    text_fields = ("query", "documents")
 
     query: NotBlank = Field(description="the text that the others are compared with")
     documents: Texts = Field(alias="texts", description="one text, or several")
     raw_scores: bool = Field(False, description="logits in place of scores")
     return_text: bool = Field(False, description="whether each result has its text")
 
-    @property
-    def size(self) -> int:
-        return len(self.documents)
 
-    @property
-    def place(self) -> str:
-        return "texts[{}]"
-
-    def texts(self) -> Iterator[tuple[str, str]]:
-        yield "query", self.query
-        yield from numbered("texts", self.documents)
-
-
-class TeiSentences(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class TeiSentences(Strict):
     source_sentence: NotBlank
     sentences: Texts
 
@@ -215,7 +189,7 @@ class TeiSimilarityRequest(TeiRequest, SentencesRequest):
     parameters: dict[str, Any] | None = Field(None, description="truncate, or nothing")
 
 
-class TeiTokenizeRequest(InputsRequest):
+class TeiTokenizeRequest(Request, Inputs):
     task = "tokenize"
 
     add_special_tokens: bool = Field(True, description="whether special tokens are in the answer")
@@ -299,7 +273,7 @@ async def embed(request: HttpRequest) -> Response:
 async def embed_texts(call: Call[TeiEmbedRequest]) -> Response:
     body = call.body
     task = Embedding(
-        texts=body.inputs,
+        inputs=body.inputs,
         normalize=body.normalize,
         dimensions=body.dimensions,
         prompt_name=body.prompt_name,
@@ -315,7 +289,7 @@ async def embed_all(request: HttpRequest) -> Response:
     call = await receive_call(request, TeiEmbedAllRequest)
     body = call.body
     task = TokenEmbedding(
-        texts=body.inputs, input_type=body.prompt_name or "document", truncate=body.cuts
+        inputs=body.inputs, input_type=body.prompt_name or "document", truncate=body.cuts
     )
     reply = await call.compute(task)
     return json_response([*map(numbers, filled(reply.results))], call.headers(reply))
@@ -325,7 +299,7 @@ async def embed_all(request: HttpRequest) -> Response:
 async def embed_sparse(request: HttpRequest) -> Response:
     """The weights of tokens for each text, by the model's sparse head."""
     call = await receive_call(request, TeiEmbedSparseRequest)
-    reply = await call.compute(SparseEmbedding(texts=call.body.inputs, truncate=call.body.cuts))
+    reply = await call.compute(SparseEmbedding(inputs=call.body.inputs, truncate=call.body.cuts))
     shown = [
         [*map(weight, found.indices.tolist(), found.values.tolist())]
         for found in filled(reply.results)
@@ -355,8 +329,8 @@ async def label_sequences(call: Call[TeiPredictRequest]) -> Response:
             continue
         texts, *pairs = zip(*(lists[index] for index in places), strict=True)
         task = Classification(
-            texts=[*texts],
-            pairs=[*pairs[0]] if pairs else None,
+            inputs=[*texts],
+            text_pair=[*pairs[0]] if pairs else None,
             function_to_apply="none" if body.raw_scores else None,
             truncate=body.cuts,
         )
@@ -402,7 +376,7 @@ async def compare_sentences(call: Call[TeiSimilarityRequest]) -> Response:
         raise InvalidInput(f"parameters.{unknown[0]}: unknown", param=f"parameters.{unknown[0]}")
     task = Similarity(
         source=sentences.source_sentence,
-        texts=sentences.sentences,
+        inputs=sentences.sentences,
         truncate=call.body.cuts and parameters.get("truncate") is not False,
     )
     reply = await call.compute(task)

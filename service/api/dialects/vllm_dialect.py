@@ -9,7 +9,6 @@ from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from fastapi import APIRouter
 from pydantic import BaseModel, Field, model_validator
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -34,16 +33,22 @@ from service.api.dialects.common import (
     usage,
 )
 from service.api.engine_call import Call, json_response, receive_call
-from service.api.native_routes import Route, rank_documents
-from service.api.schemas import AtLeastOne, AtLeastZero, Request, ServedName, Texts, numbered
+from service.api.native_routes import make_router, rank_documents
+from service.api.schemas import Request, numbered
 from service.core.bundle import Task
 from service.core.decode import LabelScore, Vector
 from service.engines.engine import Engine, Reply
 from service.errors import ErrorForm, InvalidInput, QuartetError
 from service.tasks.classification import Classification
 from service.tasks.embedding import Embedding
+from service.tasks.fields import AtLeastOne, AtLeastZero, ServedName, Texts
 from service.tasks.late_interaction import TokenEmbedding
-from service.tasks.reranking import make_ranking, select_cross_encoder, select_ranking_head
+from service.tasks.reranking import (
+    Reranking,
+    make_ranking,
+    select_cross_encoder,
+    select_ranking_head,
+)
 
 PREFIX = "vllm"
 TAG = "vLLM"
@@ -64,11 +69,7 @@ SIDES = (
 )
 NO_MESSAGES = "a model of this service has no chat template: send input"
 
-router = APIRouter(
-    prefix=f"/{PREFIX}",
-    route_class=Route,
-    generate_unique_id_function=lambda route: f"vllm_{route.name}",
-)
+router = make_router(f"/{PREFIX}", "vllm_")
 
 
 ERROR_MODEL = OpenAIErrorResponse
@@ -312,7 +313,7 @@ async def classify(request: HttpRequest) -> Response:
 
 async def classify_texts(request: HttpRequest, call: Call[Any]) -> Reply[list[LabelScore]]:
     task = Classification(
-        texts=await input_texts(request, call, partial(own_tokens, call.engine)),
+        inputs=await input_texts(request, call, partial(own_tokens, call.engine)),
         function_to_apply="none" if call.body.raw_scores else None,
         truncate=call.body.cuts,
     )
@@ -344,11 +345,12 @@ async def score(request: HttpRequest) -> Response:
         ranking = make_ranking(
             engine,
             head,
-            query=body.first[0],
-            documents=body.second,
-            raw_scores=body.raw_scores,
-            truncate=body.cuts,
-            stride=None,
+            Reranking(
+                query=body.first[0],
+                documents=body.second,
+                raw_scores=body.raw_scores,
+                truncate=body.cuts,
+            ),
         )
         reply, ranked = await rank_documents(call, ranking, None)
         scores = [one.score for one in sorted(ranked)]
@@ -363,8 +365,8 @@ async def score_pairs(
     body = call.body
     name = select_cross_encoder(call.engine, ())
     task = Classification(
-        texts=body.first * (len(body.second) // len(body.first)),
-        pairs=body.second,
+        inputs=body.first * (len(body.second) // len(body.first)),
+        text_pair=body.second,
         function_to_apply="none" if body.raw_scores else None,
         truncate=body.cuts,
     )
@@ -387,11 +389,11 @@ async def pooling(request: HttpRequest) -> Response:
             found = [np.asarray(one, np.float32) for one in scores]
         case "token_embed":
             texts = await input_texts(request, call, partial(own_tokens, call.engine))
-            reply = await call.compute(TokenEmbedding(texts=texts, truncate=body.cuts))
+            reply = await call.compute(TokenEmbedding(inputs=texts, truncate=body.cuts))
             found = filled(reply.results)
         case _:
             task = Embedding(
-                texts=await input_texts(request, call, partial(own_tokens, call.engine)),
+                inputs=await input_texts(request, call, partial(own_tokens, call.engine)),
                 normalize=body.normalizes,
                 dimensions=body.dimensions,
                 truncate=body.cuts,

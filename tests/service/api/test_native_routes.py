@@ -20,7 +20,7 @@ from service.tasks.late_interaction import LateInteractionRanking, TokenEmbeddin
 from service.tasks.mask_filling import MaskFilling
 from service.tasks.question_answering import QuestionAnswering
 from service.tasks.reranking import Reranking
-from service.tasks.similarity import Similarity
+from service.tasks.similarity import Similarity, VectorRanking
 from service.tasks.sparse_embedding import SparseEmbedding
 from service.tasks.zero_shot import ZeroShot
 from tests.service.fakes import VECTOR, VECTORS, WEIGHTS, FakeEngine
@@ -90,8 +90,8 @@ async def test_classify_sends_its_texts(client: Client, engine: FakeEngine) -> N
     await client.post("/classify", json=body)
     assert engine.heads == ("topic",)
     assert engine.asked == Classification(
-        texts=["a"],
-        pairs=["b"],
+        inputs=["a"],
+        text_pair=["b"],
         top_k=2,
         truncate=False,
         stride=8,
@@ -115,7 +115,7 @@ async def test_ner_answers_with_tokens(client: Client, engine: FakeEngine) -> No
     assert response.json()["results"] == [[found]]
     assert engine.heads == ()
     assert engine.asked == EntityRecognition(
-        texts=["a"],
+        inputs=["a"],
         aggregation_strategy="none",
         truncate="window",
         stride=None,
@@ -152,16 +152,16 @@ async def test_embed_answers_with_vectors(client: Client, engine: FakeEngine) ->
         "embeddings": [VECTOR.tolist()] * 2,
         "usage": USAGE,
     }
-    assert engine.asked == Embedding(texts=["a", "b"], normalize=None, dimensions=3)
+    assert engine.asked == Embedding(inputs=["a", "b"], normalize=None, dimensions=3)
 
 
 async def test_embed_passes_its_options(client: Client, engine: FakeEngine) -> None:
     """The prompt, the input type and the type of the numbers reach the task."""
     options = {"prompt_name": "query", "input_type": "query", "output_dtype": "binary"}
     assert 200 == (await client.post("/embed", json={"inputs": "a", **options})).status_code
-    assert engine.asked == Embedding(texts=["a"], **options)
+    assert engine.asked == Embedding(inputs=["a"], **options)
     assert 200 == (await client.post("/embed", json={"inputs": "a", "prompt": ""})).status_code
-    assert engine.asked == Embedding(texts=["a"], prompt="")
+    assert engine.asked == Embedding(inputs=["a"], prompt="")
 
 
 @pytest.mark.parametrize(
@@ -207,14 +207,14 @@ async def test_embed_tokens_answers_with_vectors(client: Client, engine: FakeEng
         "embeddings": [VECTORS.tolist()] * 2,
         "usage": USAGE,
     }
-    assert engine.asked == TokenEmbedding(texts=["a", "b"], input_type="query", truncate=False)
+    assert engine.asked == TokenEmbedding(inputs=["a", "b"], input_type="query", truncate=False)
     assert engine.heads == ("tokens",)
 
     body = {"inputs": "a", "encoding_format": "base64"}
     ((*texts,),) = (await client.post("/embed-tokens", json=body)).json()["embeddings"]
     vectors = [np.frombuffer(base64.b64decode(text), "<f4") for text in texts]
     np.testing.assert_array_equal(vectors, VECTORS)
-    assert engine.asked == TokenEmbedding(texts=["a"], input_type="document")
+    assert engine.asked == TokenEmbedding(inputs=["a"], input_type="document")
 
 
 async def test_embed_sparse_answers_with_weights(client: Client, engine: FakeEngine) -> None:
@@ -223,7 +223,7 @@ async def test_embed_sparse_answers_with_weights(client: Client, engine: FakeEng
     response = await client.post("/embed-sparse", json=body)
     shown = {"indices": WEIGHTS.indices.tolist(), "values": WEIGHTS.values.tolist()}
     assert [shown] * 2 == response.json()["embeddings"]
-    assert engine.asked == SparseEmbedding(texts=["a", "b"], top_k=2, truncate=False)
+    assert engine.asked == SparseEmbedding(inputs=["a", "b"], top_k=2, truncate=False)
     assert engine.heads == ("weights",)
 
     named = await client.post("/embed-sparse", json={"inputs": "a", "return_tokens": True})
@@ -272,8 +272,7 @@ async def test_rerank_by_vectors(client: Client, engine: FakeEngine) -> None:
     found = response.json()["results"]
     assert [0, 1] == [one["index"] for one in found]
     assert [1.0, 1.0] == pytest.approx([one["score"] for one in found])
-    sides = {"source_type": "query", "texts_type": "document"}
-    assert engine.asked == Similarity(source="q", texts=["a", "b"], truncate=False, **sides)
+    assert engine.asked == VectorRanking(source="q", inputs=["a", "b"], truncate=False)
 
 
 async def test_rerank_by_vectors_of_tokens(client: Client, engine: FakeEngine) -> None:
@@ -305,7 +304,7 @@ async def test_similarity_answers_with_cosines(client: Client, engine: FakeEngin
     body = {"source": "q", "inputs": ["a", "b"], "truncate": "window", "stride": 8}
     response = await client.post("/similarity", json=body)
     assert [1.0, 1.0] == pytest.approx(response.json()["results"])
-    assert engine.asked == Similarity(source="q", texts=["a", "b"], truncate="window", stride=8)
+    assert engine.asked == Similarity(source="q", inputs=["a", "b"], truncate="window", stride=8)
 
 
 async def test_zero_shot_sends_its_labels(client: Client, engine: FakeEngine) -> None:
@@ -322,7 +321,7 @@ async def test_zero_shot_sends_its_labels(client: Client, engine: FakeEngine) ->
     assert [[{"label": "good", "score": 0.75}]] == response.json()["results"]
     assert engine.heads == ("entailment",)
     assert engine.asked == ZeroShot(
-        texts=["a"],
+        inputs=["a"],
         labels=["good"],
         hypothesis_template="It is {}!",
         multi_label=True,
@@ -357,7 +356,7 @@ async def test_analyze_answers_by_head(client: Client, engine: FakeEngine) -> No
         "usage": USAGE,
     }
     assert engine.heads == ("sentiment", "embeddings")
-    assert engine.asked == Analysis(texts=["a"], offset_unit="utf16", truncate=True, stride=4)
+    assert engine.asked == Analysis(inputs=["a"], offset_unit="utf16", truncate=True, stride=4)
 
 
 async def test_fill_mask_answers_with_tokens(client: Client, engine: FakeEngine) -> None:
@@ -370,14 +369,14 @@ async def test_fill_mask_answers_with_tokens(client: Client, engine: FakeEngine)
         "results": [[found]] * 2,
         "usage": USAGE,
     }
-    assert engine.asked == MaskFilling(texts=["at _", "at _"], targets=["six"])
+    assert engine.asked == MaskFilling(inputs=["at _", "at _"], targets=["six"])
     two = await client.post(
         "/fill-mask",
         json={"inputs": "_ at _", "top_k": 3, "head": "m", "truncate": False, "stride": 8},
     )
     assert [[[found], [found]]] == two.json()["results"]
     assert engine.heads == ("m",)
-    assert engine.asked == MaskFilling(texts=["_ at _"], top_k=3, truncate=False, stride=8)
+    assert engine.asked == MaskFilling(inputs=["_ at _"], top_k=3, truncate=False, stride=8)
 
 
 @pytest.mark.parametrize(

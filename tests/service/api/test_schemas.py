@@ -1,18 +1,18 @@
 import pytest
 
 from service.api.dialects.tei_dialect import TeiRerankRequest
-from service.api.ranking_schemas import RerankRequest, SimilarityRequest
 from service.api.schemas import (
     ClassifyRequest,
     EmbedRequest,
     NerRequest,
     QaRequest,
     Request,
+    RerankRequest,
+    SimilarityRequest,
     parse,
     refuse_long,
 )
 from service.errors import InvalidInput, TooLarge
-from service.tasks.entity_recognition import EntityRecognition
 
 PAIR = {"question": "Who?", "context": "Marta keeps bees."}
 
@@ -21,15 +21,6 @@ def refused(schema: type[Request], body: object) -> tuple[str, str | None]:
     with pytest.raises(InvalidInput) as caught:
         parse(schema, body, 8)
     return caught.value.message, caught.value.param
-
-
-def test_a_request_fills_the_record_of_its_task() -> None:
-    """Fields of one name are copied, other fields come from the route, and a field with two values is an error."""
-    request = parse(NerRequest, {"inputs": "a", "offset_unit": "utf16", "stride": 4}, 8)
-    filled = request.fill(EntityRecognition, texts=["b"])
-    assert EntityRecognition(texts=["b"], offset_unit="utf16", stride=4) == filled
-    with pytest.raises(TypeError, match="stride"):
-        request.fill(EntityRecognition, texts=["b"], stride=8)
 
 
 @pytest.mark.parametrize("inputs", ["a text", ["a text"]])

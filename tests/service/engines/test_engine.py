@@ -19,7 +19,7 @@ import pytest_asyncio
 from numpy.typing import NDArray
 
 from service.api.engine_call import json_response
-from service.api.schemas import ModelsResponse
+from service.api.responses import ModelsResponse
 from service.core import bundle, decode
 from service.core.encode import Cut, Encoded, Encoder, Encoding, parse_tokenizer
 from service.core.session import SessionOptions, open_session
@@ -99,7 +99,7 @@ def alike(one: Any, other: Any) -> bool:
 
 async def test_classify(tiny: Engine, runner: Runner) -> None:
     """Each text gets every label, as decoded from its own logits."""
-    reply = await tiny.answer(Classification(texts=SHORT, **CLASSIFY), ticket())
+    reply = await tiny.answer(Classification(inputs=SHORT, **CLASSIFY), ticket())
     head = tiny.manifest.heads["sentiment"]
     assert (("sentiment",), len(SHORT)) == (reply.heads, len(reply.results))
     for found, encoded in zip(reply.results, tiny.encoder.texts(SHORT), strict=True):
@@ -117,13 +117,13 @@ async def test_calibrated(tiny: Engine, tiny_bundle: Path, tmp_path: Path) -> No
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["heads"]["sentiment"]["calibration_temperature"] = 2.0
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    logits = Classification(texts=SHORT, **CLASSIFY, function_to_apply="none")
-    raw = Classification(texts=SHORT, **CLASSIFY)
+    logits = Classification(inputs=SHORT, **CLASSIFY, function_to_apply="none")
+    raw = Classification(inputs=SHORT, **CLASSIFY)
     settings = Settings(bundles=(folder,), provider="cpu", threads=1)
     async with open_local_engines(Metrics(), settings) as engines:
         engine = engines.get(None)
-        halved = await engine.answer(replace(logits, calibrated=True), ticket())
-        scores = await engine.answer(replace(raw, calibrated=True), ticket())
+        halved = await engine.answer(logits.model_copy(update={"calibrated": True}), ticket())
+        scores = await engine.answer(raw.model_copy(update={"calibrated": True}), ticket())
         same = await engine.answer(raw, ticket())
 
     whole, before = await tiny.answer(logits, ticket()), await tiny.answer(raw, ticket())
@@ -157,14 +157,14 @@ async def test_calibrated_without_a_temperature(tiny: Engine) -> None:
     with pytest.raises(
         InvalidInput, match="head sentiment has no calibration_temperature"
     ) as caught:
-        await tiny.answer(Classification(texts=SHORT, **CLASSIFY, calibrated=True), ticket())
+        await tiny.answer(Classification(inputs=SHORT, **CLASSIFY, calibrated=True), ticket())
     assert "calibrated" == caught.value.param
 
 
 async def test_pairs(tiny: Engine, runner: Runner) -> None:
     """A text with its pair is one sequence of two segments, and another text than either."""
     reply = await tiny.answer(
-        Classification(texts=SHORT, pairs=SHORT[::-1], **{**CLASSIFY, "top_k": 1}), ticket()
+        Classification(inputs=SHORT, text_pair=SHORT[::-1], **{**CLASSIFY, "top_k": 1}), ticket()
     )
     encoded = tiny.encoder.pairs(SHORT, SHORT[::-1])
     logits = [outputs(runner, item, "sentiment")[0] for item in encoded]
@@ -177,7 +177,7 @@ async def test_pairs(tiny: Engine, runner: Runner) -> None:
 
 async def test_named_head(tiny: Engine) -> None:
     """A head that is named answers: here labels that do not exclude each other."""
-    reply = await tiny.answer(Classification(texts=SHORT, **CLASSIFY), ticket(), ("topics",))
+    reply = await tiny.answer(Classification(inputs=SHORT, **CLASSIFY), ticket(), ("topics",))
     assert ("topics",) == reply.heads
     assert {"sea", "sky", "trade", "craft"} == {label.label for label in reply.results[0]}
     assert not close(1, sum(label.score for label in reply.results[0]))
@@ -185,7 +185,7 @@ async def test_named_head(tiny: Engine) -> None:
 
 async def test_ner(tiny: Engine) -> None:
     """Entities of a text in windows are words of that text, in its order, once each."""
-    reply = await tiny.answer(EntityRecognition(texts=[*SHORT, LONG], **NER), ticket())
+    reply = await tiny.answer(EntityRecognition(inputs=[*SHORT, LONG], **NER), ticket())
     for text, entities in zip([*SHORT, LONG], reply.results, strict=True):
         assert [e.word for e in entities] == [text[e.start : e.end] for e in entities]
         edges = [edge for e in entities for edge in (e.start, e.end)]
@@ -197,7 +197,7 @@ async def test_ner(tiny: Engine) -> None:
 async def test_spans_count_code_points(name: str, tiny: Engine) -> None:
     """Whatever a text is written in, spans are slices of it as the client sent it."""
     text = samples.STRANGE[name]
-    entities = (await tiny.answer(EntityRecognition(texts=[text], **NER), ticket())).results[0]
+    entities = (await tiny.answer(EntityRecognition(inputs=[text], **NER), ticket())).results[0]
     answers = (
         await tiny.answer(QuestionAnswering(questions=["Who?"], contexts=[text], **QA), ticket())
     ).results[0]
@@ -232,10 +232,10 @@ async def test_qa(tiny: Engine, runner: Runner) -> None:
 
 async def test_embed(tiny: Engine, runner: Runner) -> None:
     """Vectors have length one, or the head's setting, or the request's."""
-    unit = np.stack((await tiny.answer(Embedding(texts=SHORT, **EMBED), ticket())).results)
+    unit = np.stack((await tiny.answer(Embedding(inputs=SHORT, **EMBED), ticket())).results)
     plain = np.stack(
         (
-            await tiny.answer(Embedding(texts=SHORT, **{**EMBED, "normalize": False}), ticket())
+            await tiny.answer(Embedding(inputs=SHORT, **{**EMBED, "normalize": False}), ticket())
         ).results
     )
     expected = [outputs(runner, item, "embeddings")[0] for item in tiny.encoder.texts(SHORT)]
@@ -247,10 +247,10 @@ async def test_embed(tiny: Engine, runner: Runner) -> None:
 
 async def test_dimensions(tiny: Engine) -> None:
     """Shorter vectors are the beginnings of the long ones, at length one again."""
-    reply = await tiny.answer(Embedding(texts=SHORT, **{**EMBED, "normalize": False}), ticket())
+    reply = await tiny.answer(Embedding(inputs=SHORT, **{**EMBED, "normalize": False}), ticket())
     whole = np.stack(reply.results)
     short = (
-        await tiny.answer(Embedding(texts=SHORT, **{**EMBED, "dimensions": 8}), ticket())
+        await tiny.answer(Embedding(inputs=SHORT, **{**EMBED, "dimensions": 8}), ticket())
     ).results
     norms = np.linalg.norm(whole[:, :8], axis=1, keepdims=True)
     np.testing.assert_allclose(short, whole[:, :8] / norms, rtol=0, atol=1e-6)
@@ -269,7 +269,7 @@ def weighted(rows: Sequence[NDArray[np.float32]], encoded: Encoded) -> NDArray[n
 async def test_windows_of_a_label(tiny: Engine, runner: Runner) -> None:
     """A text in windows is labelled by the mean of their logits, weighted by their tokens."""
     how = {**CLASSIFY, "truncate": "window", "stride": 20}
-    reply = await tiny.answer(Classification(texts=[LONG, SHORT[0]], **how), ticket())
+    reply = await tiny.answer(Classification(inputs=[LONG, SHORT[0]], **how), ticket())
     encoded = tiny.encoder.texts([LONG], truncate="window", stride=20)[0]
     logits = weighted(outputs(runner, encoded, "sentiment"), encoded)
     scores = np.exp(logits) / np.exp(logits).sum()
@@ -281,7 +281,7 @@ async def test_windows_of_a_label(tiny: Engine, runner: Runner) -> None:
 async def test_windows_of_a_vector(tiny: Engine, runner: Runner) -> None:
     """A text in windows has the mean of their vectors, weighted by their tokens, scaled at the end."""
     how = {**EMBED, "truncate": "window", "stride": 20}
-    reply = await tiny.answer(Embedding(texts=[LONG], **how), ticket())
+    reply = await tiny.answer(Embedding(inputs=[LONG], **how), ticket())
     encoded = tiny.encoder.texts([LONG], truncate="window", stride=20)[0]
     mean = weighted(outputs(runner, encoded, "embeddings"), encoded)
     np.testing.assert_allclose(reply.results[0], mean / np.linalg.norm(mean), rtol=0, atol=1e-5)
@@ -291,9 +291,9 @@ async def test_usage(tiny: Engine) -> None:
     """Tokens and windows are of all inputs, special tokens included; texts that were cut are named."""
     texts = [LONG, SHORT[0], LONG]
     windows = tiny.encoder.texts(texts, truncate="window", stride=16)
-    whole = (await tiny.answer(EntityRecognition(texts=texts, **NER), ticket())).usage
+    whole = (await tiny.answer(EntityRecognition(inputs=texts, **NER), ticket())).usage
     cut = (
-        await tiny.answer(EntityRecognition(texts=texts, **{**NER, "truncate": True}), ticket())
+        await tiny.answer(EntityRecognition(inputs=texts, **{**NER, "truncate": True}), ticket())
     ).usage
     tokens = sum(item.tokens for item in windows)
     assert (tokens, sum(len(item.windows) for item in windows), []) == (
@@ -310,7 +310,7 @@ async def test_usage(tiny: Engine) -> None:
 
 async def test_timing(tiny: Engine) -> None:
     """A reply knows where its time went, and the batch that it rode in."""
-    timing = (await tiny.answer(Embedding(texts=SHORT, **EMBED), ticket())).timing
+    timing = (await tiny.answer(Embedding(inputs=SHORT, **EMBED), ticket())).timing
     assert min(timing.encode_s, timing.queue_s, timing.inference_s, timing.decode_s) > 0
     assert 0 < timing.return_s < 1
     assert 1 <= timing.batch_size <= 3
@@ -324,14 +324,14 @@ async def test_unknown_head(tiny: Engine) -> None:
     """A head that is not there is refused with those that are."""
     said = "tiny@1 has no classification head 'mood'; of this task it has: sentiment, topics"
     with pytest.raises(UnknownHead, match=said) as caught:
-        await tiny.answer(Classification(texts=SHORT, **CLASSIFY), ticket(), ("mood",))
+        await tiny.answer(Classification(inputs=SHORT, **CLASSIFY), ticket(), ("mood",))
     assert "head" == caught.value.param
 
 
 async def test_head_of_another_task(tiny: Engine) -> None:
     """A head answers its own task only."""
     with pytest.raises(UnknownHead, match=r"no embedding head 'entities'.* it has: embeddings"):
-        await tiny.answer(Embedding(texts=SHORT, **EMBED), ticket(), ("entities",))
+        await tiny.answer(Embedding(inputs=SHORT, **EMBED), ticket(), ("entities",))
 
 
 async def test_too_long(tiny: Engine) -> None:
@@ -339,7 +339,7 @@ async def test_too_long(tiny: Engine) -> None:
     how = {**CLASSIFY, "truncate": False}
     said = r"inputs\[1\], inputs\[3\]: longer than 512 tokens"
     with pytest.raises(InvalidInput, match=said) as caught:
-        await tiny.answer(Classification(texts=[SHORT[0], LONG, SHORT[1], LONG], **how), ticket())
+        await tiny.answer(Classification(inputs=[SHORT[0], LONG, SHORT[1], LONG], **how), ticket())
     assert "inputs[1]" == caught.value.param
     asked = replace(ticket(), place="context")
     with pytest.raises(InvalidInput, match=r"^context: longer than 512 tokens") as caught:
@@ -354,7 +354,8 @@ async def test_pairs_have_no_windows(tiny: Engine) -> None:
     """A pair is read in one piece."""
     with pytest.raises(InvalidInput, match="pairs have no windows") as caught:
         await tiny.answer(
-            Classification(texts=SHORT, pairs=SHORT, **{**CLASSIFY, "truncate": "window"}), ticket()
+            Classification(inputs=SHORT, text_pair=SHORT, **{**CLASSIFY, "truncate": "window"}),
+            ticket(),
         )
     assert "truncate" == caught.value.param
 
@@ -362,14 +363,14 @@ async def test_pairs_have_no_windows(tiny: Engine) -> None:
 async def test_large_stride(tiny: Engine) -> None:
     """Windows share at most half of themselves."""
     with pytest.raises(InvalidInput, match="tiny@1 takes strides of at most 255") as caught:
-        await tiny.answer(EntityRecognition(texts=SHORT, **{**NER, "stride": 256}), ticket())
+        await tiny.answer(EntityRecognition(inputs=SHORT, **{**NER, "stride": 256}), ticket())
     assert "stride" == caught.value.param
 
 
 async def test_many_dimensions(tiny: Engine) -> None:
     """A vector has no more dimensions than its head."""
     with pytest.raises(InvalidInput, match="embeddings has 64 dimensions, 65 were") as caught:
-        await tiny.answer(Embedding(texts=SHORT, **{**EMBED, "dimensions": 65}), ticket())
+        await tiny.answer(Embedding(inputs=SHORT, **{**EMBED, "dimensions": 65}), ticket())
     assert "dimensions" == caught.value.param
 
 
@@ -412,7 +413,9 @@ async def test_entries(tiny_bundle: Path) -> None:
 
     engine = engine_of(tiny_bundle, device(submit))
     asked = Ticket("r", deadline=12.5, priority=1, tenant="t", on_submit=tell)
-    await engine.answer(Embedding(texts=[SHORT[0], LONG], **{**EMBED, "truncate": "window"}), asked)
+    await engine.answer(
+        Embedding(inputs=[SHORT[0], LONG], **{**EMBED, "truncate": "window"}), asked
+    )
     windows = [
         w for e in engine.encoder.texts([SHORT[0], LONG], truncate="window") for w in e.windows
     ]
@@ -438,7 +441,7 @@ async def test_results_are_reported_as_they_come(tiny_bundle: Path) -> None:
     assert windows > 1
     options = {**EMBED, "truncate": "window", "normalize": False}
     reply = await engine.answer(
-        Embedding(texts=[SHORT[0], LONG, SHORT[1]], **options),
+        Embedding(inputs=[SHORT[0], LONG, SHORT[1]], **options),
         ticket(),
         on_result=lambda index, vector: told.append((index, float(vector[0]))),
     )
@@ -450,8 +453,8 @@ async def test_results_are_reported_as_they_come(tiny_bundle: Path) -> None:
 TASKS: dict[str, Callable[..., EngineTask[Any]]] = {
     "classify": partial(Classification, **CLASSIFY),
     "ner": partial(EntityRecognition, **NER),
-    "qa": lambda texts, **options: QuestionAnswering(
-        questions=["Who drew a comet?"] * len(texts), contexts=texts, **{**QA, **options}
+    "qa": lambda inputs, **options: QuestionAnswering(
+        questions=["Who drew a comet?"] * len(inputs), contexts=inputs, **{**QA, **options}
     ),
     "embed": partial(Embedding, **EMBED),
 }
@@ -464,7 +467,7 @@ async def test_reported_and_returned_results_are_equal(
 ) -> None:
     """The callback gets the same results as the caller gets at the end."""
     told: dict[int, Any] = {}
-    work = task(texts=[*SHORT, LONG])
+    work = task(inputs=[*SHORT, LONG])
     plain = await tiny.answer(work, ticket())
     streamed = await tiny.answer(work, ticket(), on_result=told.__setitem__)
     assert [0, 1, 2, 3] == sorted(told)
@@ -494,7 +497,7 @@ async def test_large_answers_are_decoded_in_a_thread(
     monkeypatch.setattr(decode, "embed", embed)
     on_result = (lambda *_: told.append(threading.current_thread().name)) if in_lines else None
     reply = await tiny.answer(
-        Embedding(texts=[LONG], **{**EMBED, "truncate": "window"}), ticket(), on_result=on_result
+        Embedding(inputs=[LONG], **{**EMBED, "truncate": "window"}), ticket(), on_result=on_result
     )
     assert 100 < reply.usage.tokens <= 1000
     assert [True] == [name.startswith(thread) for name in threads]
@@ -517,7 +520,7 @@ async def test_long_texts_are_encoded_in_a_thread(
 
     whole = Encoder.windows
     monkeypatch.setattr(Encoder, "windows", texts)
-    await tiny.answer(Embedding(texts=["a" * characters], **EMBED), ticket())
+    await tiny.answer(Embedding(inputs=["a" * characters], **EMBED), ticket())
     (name,) = threads
     assert name.startswith(thread)
 
@@ -539,7 +542,7 @@ async def test_more_than_may_ever_wait_is_not_encoded(
     asked = Ticket("r", deadline=12.5, isolate_errors=isolate_errors)
     with pytest.raises(TooLarge, match="at least 27 tokens exceed max_queue_tokens, 20"):
         await engine_of(tiny_bundle, device(None, 20)).answer(
-            Embedding(texts=["!!!!!!!"] * 9, **EMBED), asked
+            Embedding(inputs=["!!!!!!!"] * 9, **EMBED), asked
         )
     assert 3 == len(encoded)
 
@@ -559,7 +562,7 @@ async def test_a_request_canceled_before_its_thread_costs_nothing(
     monkeypatch.setattr(Encoder, "windows", texts)
     long = "a" * (INLINE_CHARACTERS + 1)
     asked = [
-        asyncio.create_task(tiny.answer(Embedding(texts=[long] * n, **EMBED), ticket()))
+        asyncio.create_task(tiny.answer(Embedding(inputs=[long] * n, **EMBED), ticket()))
         for n in range(1, THREADS + 2)
     ]
     await asyncio.sleep(0)  # all have asked, and the last has found no thread
@@ -589,19 +592,19 @@ async def test_a_long_text_that_would_be_late_is_refused_before_it_is_encoded(
     monkeypatch.setattr(Encoder, "windows", windows)
     idle = cast(Device, SimpleNamespace(submit=submit, max_queue_tokens=10**6, load=Load))
     made = engine_of(tiny_bundle, idle)
-    long = Embedding(texts=["a" * 250_000], **EMBED)
+    long = Embedding(inputs=["a" * 250_000], **EMBED)
     patient = Ticket("r", deadline=time.monotonic() + 300, tenant="crawler")
     crowd = [asyncio.create_task(made.answer(long, patient)) for _ in range(20)]
     await asyncio.sleep(0)
     with pytest.raises(Overloaded, match="estimated completion"):
         await made.answer(long, replace(patient, deadline=time.monotonic() + 5))
     other = replace(patient, deadline=time.monotonic() + 5, tenant="app")
-    document = Embedding(texts=["b" * 5000], **EMBED)
+    document = Embedding(inputs=["b" * 5000], **EMBED)
     asked = asyncio.create_task(made.answer(document, other))
     release.set()
     await asyncio.gather(asked, *crowd)
     assert 21 == len(encoded)
-    assert encoded.index(document.texts) < 10
+    assert encoded.index(document.inputs) < 10
 
 
 @pytest.mark.parametrize(
@@ -629,12 +632,14 @@ async def test_parts_make_no_difference(tiny: Engine, monkeypatch: pytest.Monkey
 
     async def answers() -> list[Reply[Any]]:
         return [
-            await tiny.answer(Classification(texts=texts, pairs=texts[::-1], **CLASSIFY), ticket()),
-            await tiny.answer(EntityRecognition(texts=texts, **NER), ticket()),
+            await tiny.answer(
+                Classification(inputs=texts, text_pair=texts[::-1], **CLASSIFY), ticket()
+            ),
+            await tiny.answer(EntityRecognition(inputs=texts, **NER), ticket()),
             await tiny.answer(
                 QuestionAnswering(questions=texts, contexts=texts[::-1], **QA), ticket()
             ),
-            await tiny.answer(Embedding(texts=texts, **EMBED), ticket()),
+            await tiny.answer(Embedding(inputs=texts, **EMBED), ticket()),
         ]
 
     whole = await answers()
@@ -644,7 +649,7 @@ async def test_parts_make_no_difference(tiny: Engine, monkeypatch: pytest.Monkey
         assert alike(one.results, other.results)
     with pytest.raises(InvalidInput, match=r"inputs\[1\], inputs\[3\]: longer than"):
         await tiny.answer(
-            Embedding(texts=["a", LONG, "a", LONG], **{**EMBED, "truncate": False}), ticket()
+            Embedding(inputs=["a", LONG, "a", LONG], **{**EMBED, "truncate": False}), ticket()
         )
 
 
@@ -663,7 +668,7 @@ async def test_a_large_request_lets_others_go_between(
     monkeypatch.setattr(engine, "PART_CHARACTERS", INLINE_CHARACTERS)
     asked = [
         asyncio.create_task(
-            tiny.answer(Embedding(texts=[name * INLINE_CHARACTERS] * 50, **EMBED), ticket())
+            tiny.answer(Embedding(inputs=[name * INLINE_CHARACTERS] * 50, **EMBED), ticket())
         )
         for name in "abcd"
     ]
@@ -708,11 +713,11 @@ async def test_texts_that_are_too_long_have_no_result(
     task: Callable[..., EngineTask[Any]], in_lines: bool, tiny: Engine
 ) -> None:
     """The others are answered as if they were not there, and counted alone."""
-    good = await tiny.answer(task(texts=SHORT, truncate=False), ticket())
+    good = await tiny.answer(task(inputs=SHORT, truncate=False), ticket())
     texts = [LONG, SHORT[0], SHORT[1], LONG, LONG, SHORT[2], LONG]
     told: list[tuple[int, Any]] = []
     on_result = (lambda index, result: told.append((index, result))) if in_lines else None
-    reply = await tiny.answer(task(texts=texts, truncate=False), sparing(), on_result=on_result)
+    reply = await tiny.answer(task(inputs=texts, truncate=False), sparing(), on_result=on_result)
     assert [0, 3, 4, 6] == [index for index, result in enumerate(reply.results) if result is None]
     assert all(map(alike, good.results, [reply.results[index] for index in (1, 2, 5)]))
     assert [0, 3, 4, 6] == sorted(reply.errors)
@@ -726,7 +731,7 @@ async def test_texts_that_are_too_long_have_no_result(
 @each_task
 async def test_nothing_but_bad_texts(task: Callable[..., EngineTask[Any]], tiny: Engine) -> None:
     """Without a good text, no batch runs, and the request succeeds."""
-    reply = await tiny.answer(task(texts=[LONG] * 2, truncate=False), sparing())
+    reply = await tiny.answer(task(inputs=[LONG] * 2, truncate=False), sparing())
     assert [None, None] == reply.results
     assert (0, 0, []) == (reply.usage.tokens, reply.usage.windows, reply.usage.truncated)
     assert (0, 0) == (reply.timing.batch_size, reply.timing.inference_s)
@@ -738,10 +743,10 @@ async def test_a_bad_text_in_a_large_request_shifts_no_other(
     """Inputs are encoded part by part: each keeps its index, and each part its good ones."""
     monkeypatch.setattr(engine, "PART_CHARACTERS", 60)
     texts = [samples.text(4, seed=seed) for seed in range(30)]
-    expected = (await tiny.answer(Embedding(texts=texts, **EMBED), ticket())).results
+    expected = (await tiny.answer(Embedding(inputs=texts, **EMBED), ticket())).results
     for index in (0, 7, 8, 29):
         texts[index] = LONG
-    reply = await tiny.answer(Embedding(texts=texts, **{**EMBED, "truncate": False}), sparing())
+    reply = await tiny.answer(Embedding(inputs=texts, **{**EMBED, "truncate": False}), sparing())
     assert [0, 7, 8, 29] == sorted(reply.errors)
     for index, vector in enumerate(reply.results):
         assert (vector is None) is (index in reply.errors)
@@ -767,7 +772,7 @@ async def test_one_failed_entry_fails_the_request(streamed: bool, tiny_bundle: P
     on_result = (lambda index, _: reported.append(index)) if streamed else None
     engine = engine_of(tiny_bundle, device(submit))
     with pytest.raises(InferenceFailed, match="no number"):
-        await engine.answer(Embedding(texts=SHORT[:3], **EMBED), ticket(), on_result=on_result)
+        await engine.answer(Embedding(inputs=SHORT[:3], **EMBED), ticket(), on_result=on_result)
     assert ([0] if streamed else []) == reported
 
 
@@ -792,7 +797,7 @@ async def test_a_window_that_fails_takes_its_text_along_and_no_other(
     told: list[tuple[int, Any]] = []
     on_result = (lambda index, result: told.append((index, result))) if in_lines else None
     texts, options = [SHORT[0], LONG, SHORT[1]], {**EMBED, "truncate": "window"}
-    reply = await tiny.answer(Embedding(texts=texts, **options), sparing(), on_result=on_result)
+    reply = await tiny.answer(Embedding(inputs=texts, **options), sparing(), on_result=on_result)
     assert [False, True, False] == [result is None for result in reply.results]
     assert {1: failure} == reply.errors
     if in_lines:

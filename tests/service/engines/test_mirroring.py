@@ -20,7 +20,7 @@ from service.scheduling.load import Load
 from service.tasks.classification import Classification
 
 SMALL = 7  # tokens
-TASK = Classification(texts=["text"])
+TASK = Classification(inputs=["text"])
 SIX, TEN = TokenScore(6, "six", 0.5, "at six"), TokenScore(10, "ten", 0.4, "at ten")
 GOOD, BAD = (
     [LabelScore("good", 0.75), LabelScore("bad", 0.25)],

@@ -50,7 +50,7 @@ def second(tiny_bundle: Path, tmp_path: Path) -> Path:
 
 async def embed(engine: Engine, *texts: str) -> np.ndarray:
     ticket = Ticket("a request", deadline=time.monotonic() + 60)
-    return (await engine.answer(Embedding(texts=texts), ticket)).results
+    return (await engine.answer(Embedding(inputs=[*texts]), ticket)).results
 
 
 async def test_names(second: Path, tiny_bundle: Path) -> None:

@@ -74,7 +74,7 @@ async def test_requests_hold_their_room_until_they_are_answered(
         while sum(request.done() for request in asked) < 20 - accepted:
             await asyncio.sleep(0)
         small = asyncio.create_task(client.post("/embed", json={"inputs": "a"}))
-        while engine.asked != Embedding(texts=["a"]):
+        while engine.asked != Embedding(inputs=["a"]):
             await asyncio.sleep(0)
         assert {(429, "overloaded", None)} == {error_of(r.result()) for r in asked if r.done()}
         engine.hold.set()

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from structlog.typing import EventDict
 
-from service.api.schemas import AdminModelsResponse
+from service.api.responses import AdminModelsResponse
 from service.core.bundle import Bundle, BundleError, BundleTexts, describe_file
 from service.core.encode import Window
 from service.engines.commands import ListModels, LoadModel, RollBackModel, UnloadModel

@@ -10,7 +10,7 @@ from tests.service.tasks.helpers import engine
 def test_default_prompts() -> None:
     """A head with a default prompt is left out, and refused where it is named."""
     made = engine(plain={}, prompted={"prompts": {"query": "query: "}, "default_prompt": "query"})
-    assert ("plain",) == Analysis(texts=["sea"]).plan(made, ()).heads
+    assert ("plain",) == Analysis(inputs=["sea"]).plan(made, ()).heads
     with pytest.raises(InvalidInput, match="prompted has the default prompt 'query'") as caught:
-        Analysis(texts=["sea"]).plan(made, ("plain", "prompted"))
+        Analysis(inputs=["sea"]).plan(made, ("plain", "prompted"))
     assert "heads" == caught.value.param

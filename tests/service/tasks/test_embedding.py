@@ -15,14 +15,14 @@ PROMPTS = {"query": "query: ", "passage": "passage: "}
 
 def words(made: Any, **options: Any) -> list[str]:
     """The words of the first window of a text, without special tokens."""
-    plan = Embedding(texts=["sea"], **options).plan(made, ())
+    plan = Embedding(inputs=["sea"], **options).plan(made, ())
     (item,) = plan.encode(slice(0, 1))
     return [WORDS[index] for index in item.windows[0].input_ids[1:-1]]
 
 
 def vector(made: Any, output: Any, **options: Any) -> Any:
     """The result of a text whose head's output is known."""
-    plan = Embedding(texts=["sea"], **options).plan(made, ())
+    plan = Embedding(inputs=["sea"], **options).plan(made, ())
     (item,) = plan.encode(slice(0, 1))
     return plan.decode(0, item, [{plan.heads[0]: np.asarray(output, np.float32)}])
 
@@ -58,7 +58,7 @@ def test_prompts_of_a_head_without() -> None:
 def test_sizes_count_prompts() -> None:
     """The size of an input counts the characters of its prompt and its text."""
     made = engine(vectors={"prompts": PROMPTS, "default_prompt": "query"})
-    assert [10, 8] == Embedding(texts=["sea", "a"]).plan(made, ()).sizes
+    assert [10, 8] == Embedding(inputs=["sea", "a"]).plan(made, ()).sizes
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
@@ -68,7 +68,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         "vectors has no prompt 'web', only query, document, passage",
         "prompt_name",
     ),
-    "two prompts": ({}, {"prompt_name": "query", "prompt": ""}, "exclude each other", "prompt"),
+    "two prompts": ({}, {"prompt_name": "query", "prompt": ""}, "not both", "prompt"),
     "not pooled": (
         {"include_prompt": False},
         {"prompt": "ship "},
@@ -120,7 +120,7 @@ def test_refused(case: str) -> None:
     """The error has the option that the head does not support, and the field."""
     head, options, message, param = REFUSED[case]
     with pytest.raises(InvalidInput, match=message) as caught:
-        Embedding(texts=["sea"], **options).plan(engine(vectors=head), ())
+        Embedding(inputs=["sea"], **options).plan(engine(vectors=head), ())
     assert param == caught.value.param
 
 
@@ -137,13 +137,13 @@ def test_heads_of_input_types() -> None:
     """An input type selects its head; without one the first head answers, and a named head is checked."""
     made = engine(document={"input_type": "document"}, query={"input_type": "query"})
     chosen = {
-        side: Embedding(texts=["sea"], input_type=side).plan(made, ()).heads  # type: ignore[arg-type]
+        side: Embedding(inputs=["sea"], input_type=side).plan(made, ()).heads  # type: ignore[arg-type]
         for side in (None, "query", "document")
     }
     assert {None: ("document",), "query": ("query",), "document": ("document",)} == chosen
-    assert ("query",) == Embedding(texts=["sea"]).plan(made, ("query",)).heads
+    assert ("query",) == Embedding(inputs=["sea"]).plan(made, ("query",)).heads
     with pytest.raises(UnknownHead):
-        Embedding(texts=["sea"], input_type="query").plan(made, ("other",))
+        Embedding(inputs=["sea"], input_type="query").plan(made, ("other",))
 
 
 def test_types() -> None:
@@ -163,7 +163,7 @@ def test_several_types() -> None:
     """A vector in several types equals the vector in each type alone; one type that is refused refuses all."""
     made = engine(vectors={"quantization_ranges": {4: [[0.0] * 4, [2.0] * 4]}})
     output = [3, -4, 0, 12]
-    embedding, types = Embedding(texts=["sea"]), ("float", "uint8", "binary")
+    embedding, types = Embedding(inputs=["sea"]), ("float", "uint8", "binary")
     plan = EmbeddingByType(embedding=embedding, output_dtypes=types).plan(made, ())
     (item,) = plan.encode(slice(0, 1))
     found = plan.decode(0, item, [{"vectors": np.asarray(output, np.float32)}])

@@ -62,7 +62,7 @@ def ticket(**fields: Any) -> Ticket:
 
 
 async def fill(engine: Engine, *texts: str, **options: Any) -> Reply[Any]:
-    return await engine.answer(MaskFilling(texts=texts, **options), ticket())
+    return await engine.answer(MaskFilling(inputs=[*texts], **options), ticket())
 
 
 def numbers(results: Any) -> NDArray[np.float32]:
@@ -151,13 +151,13 @@ async def test_together_with_other_heads(engine: Engine) -> None:
     """Results are the same alone as in batches with texts for other heads, with or without mask tokens."""
     alone = (await fill(engine, ONE, TWO)).results
     texts = [PLAIN, TWO, "[MASK] " * 50, ONE]
-    labels = (await engine.answer(Classification(texts=texts), ticket())).results
-    tags = (await engine.answer(EntityRecognition(texts=texts), ticket())).results
+    labels = (await engine.answer(Classification(inputs=texts), ticket())).results
+    tags = (await engine.answer(EntityRecognition(inputs=texts), ticket())).results
     filled, classified, tagged = await asyncio.gather(
         asyncio.gather(*[fill(engine, ONE, TWO) for _ in range(6)]),
-        asyncio.gather(*[engine.answer(Classification(texts=texts), ticket()) for _ in range(6)]),
+        asyncio.gather(*[engine.answer(Classification(inputs=texts), ticket()) for _ in range(6)]),
         asyncio.gather(
-            *[engine.answer(EntityRecognition(texts=texts), ticket()) for _ in range(6)]
+            *[engine.answer(EntityRecognition(inputs=texts), ticket()) for _ in range(6)]
         ),
     )
     assert max(reply.timing.batch_size for reply in [*filled, *classified, *tagged]) > 4
@@ -242,7 +242,7 @@ async def test_refused_one_by_one(engine: Engine, monkeypatch: pytest.MonkeyPatc
     """With isolated errors each text has its own reason, in parts of any size, and the others have results."""
     bad = [CUT, "a <mask>", "plain", ONE, "plain", CUT, TWO, "a <mask>"]
     expected = (await fill(engine, ONE, TWO)).results
-    task = MaskFilling(texts=bad, truncate=False)
+    task = MaskFilling(inputs=bad, truncate=False)
     for characters in (engine_module.PART_CHARACTERS, 8):
         monkeypatch.setattr(engine_module, "PART_CHARACTERS", characters)
         reply = await engine.answer(task, ticket(isolate_errors=True))
@@ -281,14 +281,14 @@ async def test_another_head(engine: Engine) -> None:
     with pytest.raises(
         UnknownHead, match="no fill-mask head 'sentiment'; of this task it has: masks"
     ):
-        await engine.answer(MaskFilling(texts=[ONE]), ticket(), ("sentiment",))
+        await engine.answer(MaskFilling(inputs=[ONE]), ticket(), ("sentiment",))
 
 
 async def test_results_in_lines(engine: Engine) -> None:
     """A stream has each result once, as the whole response has it."""
     told: dict[int, Any] = {}
     reply = await engine.answer(
-        MaskFilling(texts=[ONE, TWO]),
+        MaskFilling(inputs=[ONE, TWO]),
         ticket(),
         on_result=lambda i, result: told.update({i: result}),
     )
@@ -319,6 +319,6 @@ async def test_decoding_leaves_the_event_loop(
 
     monkeypatch.setattr(mask_filling.decode, "fill_mask", decode)
     await fill(engine, ONE)
-    await engine.answer(MaskFilling(texts=[ONE]), ticket(), on_result=lambda *_: None)
+    await engine.answer(MaskFilling(inputs=[ONE]), ticket(), on_result=lambda *_: None)
     assert 2 == len(threads)
     assert all(name.startswith("text-") for name in threads)

@@ -45,7 +45,7 @@ async def embedded(client: httpx.AsyncClient, engine: FakeEngine, body: object) 
     response = await client.post("/v1/embeddings", json={"input": body})
     assert 200 == response.status_code, response.text
     assert isinstance(engine.asked, Embedding)
-    return engine.asked.texts
+    return engine.asked.inputs
 
 
 async def test_ids_of_the_table(client_with: Connect, engine: FakeEngine, table: Path) -> None:

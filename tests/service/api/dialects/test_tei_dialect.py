@@ -37,7 +37,7 @@ async def test_embed_sparse(client: httpx.AsyncClient, engine: FakeEngine) -> No
     response = await client.post("/tei/embed_sparse", json=body)
     expected = [{"index": 2, "value": 0.5}, {"index": 5, "value": 1.25}]
     assert [expected] * 2 == response.json()
-    assert SparseEmbedding(texts=["a", "b"], truncate=False) == engine.asked
+    assert SparseEmbedding(inputs=["a", "b"], truncate=False) == engine.asked
 
 
 async def test_prompts(client: httpx.AsyncClient, engine: FakeEngine) -> None:

@@ -158,8 +158,8 @@ async def test_scores_by_vectors(client_with: Connect, engine: FakeEngine) -> No
     """Without a cross-encoder, one text is compared with others by vectors of tokens, else of texts."""
     body = {"text_1": "a", "text_2": ["b", "c"]}
     async with client_with() as client:
-        for kind in ("LateInteractionRanking", "Similarity"):
-            if kind == "Similarity":
+        for kind in ("LateInteractionRanking", "VectorRanking"):
+            if kind == "VectorRanking":
                 heads = dict(engine.manifest.heads)
                 del heads["tokens"]
                 engine.manifest = type(engine.manifest)(heads=heads)
