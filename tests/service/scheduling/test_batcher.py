@@ -158,6 +158,11 @@ class Gate:
         self._passes.release(batches)
 
 
+@pytest.fixture
+async def gate() -> Gate:
+    return Gate()
+
+
 @asynccontextmanager
 async def serving(
     run: Callable[[int, str, Sequence[Encoding]], Any],
@@ -199,17 +204,6 @@ async def settle() -> None:
 # The plan
 
 
-def test_plan_starts_with_the_first_in_line() -> None:
-    """Entries are scheduled in the order of the fair queue, which decides the first one."""
-    first = text(30, start=7.0)
-    assert plan([first, text(start=5.0), text(30)], FIXED, ROOMY, 0.0)[0] is first
-
-
-def test_plan_of_nothing_is_empty() -> None:
-    """No entries, no batch."""
-    assert plan([], FIXED, ROOMY, 0.0) == []
-
-
 async def test_plan_skips_the_late_and_the_cancelled() -> None:
     """Entries that cannot be answered any more are not computed."""
     alive, late, cancelled = text(deadline=10.1), text(deadline=10.0), text()
@@ -232,17 +226,6 @@ def test_plan_batches_an_unbatched_entry_alone() -> None:
     ours, alone = texts(2), text(unbatched=True)
     assert plan([alone, *ours], FIXED, ROOMY, 0.0) == [alone]
     assert plan([ours[0], alone, ours[1]], FIXED, ROOMY, 0.0) == ours
-
-
-def test_plan_fills_the_token_budget_without_stopping_at_the_first_that_does_not_fit() -> None:
-    """30 and 45 fit 80 tokens; 60 does not, and the entries after it are still considered."""
-    entries = [text(30), text(60), text(45)]
-    assert lengths(plan(entries, FIXED, Budget(80, 10), 0.0)) == [30, 45]
-
-
-def test_plan_gives_an_entry_over_the_budget_its_own_batch() -> None:
-    """Too long for company is not too long to be served."""
-    assert lengths(plan([text(100), text(10)], FIXED, Budget(80, 10), 0.0)) == [100]
 
 
 STEEP = Cost(per_run=1e6, per_token=0.01, per_slot=0.0)  # the larger a batch, the better
@@ -274,9 +257,8 @@ def test_pairs_of_slots_are_counted_as_they_are_laid_out() -> None:
     assert [9] == lengths(plan(entries, FIXED, Budget(100, 9, area=511), 0.0))
 
 
-async def test_pairs_of_slots_are_bounded_by_bundle() -> None:
+async def test_pairs_of_slots_are_bounded_by_bundle(gate: Gate) -> None:
     """A bundle's batches, and the rate at which its queue drains, keep to its own bound."""
-    gate = Gate()
     async with serving(gate, bundles=["m@1"]) as batcher:
         batcher.add_bundle("biased@1", costing(FIXED), area=2 * 64 * 64)
         for bundle, size in (("biased@1", 2), ("m@1", 4)):
@@ -288,53 +270,35 @@ async def test_pairs_of_slots_are_bounded_by_bundle() -> None:
         assert FIXED.tokens_per_second([64] * 2) == batcher.load().rates["biased@1"]
 
 
-def test_plan_keeps_to_the_largest_size() -> None:
-    """Five entries, batches of three."""
-    assert len(plan(texts(5), FIXED, Budget(10_000, 3), 0.0)) == 3
+CHEAP = Cost(per_run=0.01, per_token=0.01, per_slot=0.0)
+QUADRATIC = Cost(0.0, 0.01, 0.001)
 
 
-def test_plan_prefers_companions_of_the_head_length() -> None:
-    """Where padding is dear, entries of like length ride together."""
-    entries = [text(100), text(10), text(98), text(12), text(400), text(105)]
-    assert lengths(plan(entries, PADDED, ROOMY, 0.0)) == [100, 98, 105]
-
-
-def test_plan_takes_all_lengths_where_padding_is_free() -> None:
-    """A packed device does not mind."""
-    entries = [text(100), text(10), text(400)]
-    assert sorted(lengths(plan(entries, FIXED, ROOMY, 0.0))) == [10, 100, 400]
-
-
-def test_plan_prefers_like_lengths_where_padding_is_computed() -> None:
-    """Next to 300 tokens, 3 cost a hundred times their number."""
-    entries = [text(300), text(3), text(290), text(4)]
-    assert lengths(plan(entries, RECTANGLE, ROOMY, 0.0)) == [300, 290]
-
-
-def test_plan_counts_padding_against_the_tokens_that_a_batch_may_compute() -> None:
-    """60, 50 and 40 tokens are 180 in a rectangle, and 150 packed."""
-    entries = [text(60), text(50), text(40)]
-    assert lengths(plan(entries, FIXED, Budget(150, 10), 0.0)) == [60, 50, 40]
-    assert lengths(plan(entries, RECTANGLE, Budget(150, 10), 0.0)) == [60, 50]
-
-
-def test_plan_counts_no_padding_in_the_share_of_what_waits() -> None:
-    """A lone slot may take all that waits, however it is padded."""
-    entries = [text(20), text(30)]
-    assert lengths(plan(entries, RECTANGLE, ROOMY._replace(share=50), 0.0)) == [20, 30]
-    assert lengths(plan(entries, RECTANGLE, ROOMY._replace(share=49), 0.0)) == [20]
-
-
-@pytest.mark.parametrize("cost", [LINEAR, Cost(0.0, 0.01, 0.001)], ids=["linear", "quadratic"])
-def test_plan_does_not_batch_where_batching_does_not_pay(cost: Cost) -> None:
-    """Without a fixed cost per run a companion only makes the head wait."""
-    assert len(plan([text(10), text(10), text(11)], cost, ROOMY, 0.0)) == 1
-
-
-def test_plan_stops_where_companions_gain_little() -> None:
-    """Nine texts come within a hundredth of the speed of sixty, in a seventh of the time."""
-    cost = Cost(per_run=0.01, per_token=0.01, per_slot=0.0)
-    assert len(plan(texts(60), cost, ROOMY, 0.0)) == 9
+@pytest.mark.parametrize(
+    ("waiting", "cost", "budget", "batch"),
+    [
+        ([], FIXED, ROOMY, []),
+        ([30, 60, 45], FIXED, Budget(80, 10), [30, 45]),  # goes on after one that does not fit
+        ([100, 10], FIXED, Budget(80, 10), [100]),  # more than the budget: alone
+        ([10] * 5, FIXED, Budget(10_000, 3), [10] * 3),
+        ([100, 10, 98, 12, 400, 105], PADDED, ROOMY, [100, 98, 105]),
+        ([100, 10, 400], FIXED, ROOMY, [100, 10, 400]),  # padding costs nothing
+        ([300, 3, 290, 4], RECTANGLE, ROOMY, [300, 290]),  # next to 300 tokens, 3 cost 300
+        ([60, 50, 40], FIXED, Budget(150, 10), [60, 50, 40]),
+        ([60, 50, 40], RECTANGLE, Budget(150, 10), [60, 50]),  # padding is in the budget
+        ([20, 30], RECTANGLE, ROOMY._replace(share=50), [20, 30]),  # and not in the share
+        ([20, 30], RECTANGLE, ROOMY._replace(share=49), [20]),
+        ([10, 10, 11], LINEAR, ROOMY, [10]),  # batching gains nothing
+        ([10, 10, 11], QUADRATIC, ROOMY, [10]),
+        ([10] * 60, CHEAP, ROOMY, [10] * 9),  # within a hundredth of the speed of sixty
+    ],
+)
+def test_plan(waiting: list[int], cost: Cost, budget: Budget, batch: list[int]) -> None:
+    """A batch starts with the first in line, and takes those that make a token cheaper."""
+    entries = [*map(text, waiting)]
+    planned = plan(entries, cost, budget, 0.0)
+    assert sorted(lengths(planned)) == sorted(batch)
+    assert planned[:1] == entries[:1]
 
 
 @given(
@@ -357,16 +321,10 @@ def test_plan_is_never_dearer_than_its_head_alone(
 # Answers
 
 
-async def test_outcomes_come_in_the_order_of_the_entries() -> None:
-    """A request of many lengths is cut into batches and put together again."""
-    entries = [text(tokens) for tokens in (5, 100, 7, 90, 6, 80)]
-    async with serving(echo, PADDED, max_batch_size=2) as batcher:
-        assert echoed(await batcher.submit(entries)) == [number(entry) for entry in entries]
-
-
-async def test_each_entry_of_a_bundle_that_is_served_alone_has_a_batch_of_its_own() -> None:
+async def test_each_entry_of_a_bundle_that_is_served_alone_has_a_batch_of_its_own(
+    gate: Gate,
+) -> None:
     """Its queue drains at the speed of single entries, other models are batched, and no entry waits for companions."""
-    gate = Gate()
     async with serving(gate, bundles=["m@1"], max_wait_ms=60_000) as batcher:
         batcher.add_bundle("alone@1", costing(FIXED), unbatched=True)
         own = texts(3, bundle="alone@1")
@@ -518,9 +476,8 @@ async def test_mask_tokens_count_in_the_expected_time_and_in_the_cost() -> None:
 # Order
 
 
-async def test_one_text_behind_a_thousand_waits_for_one_batch() -> None:
+async def test_one_text_behind_a_thousand_waits_for_one_batch(gate: Gate) -> None:
     """A single text that arrives while a thousand wait is in the next batch."""
-    gate = Gate()
     async with serving(gate, max_batch_size=8) as batcher:
         bulk = await submitted(batcher, texts(1000))
         await gate.batch()
@@ -535,41 +492,27 @@ async def test_one_text_behind_a_thousand_waits_for_one_batch() -> None:
         assert len(await bulk) == 1000
 
 
-async def test_two_large_requests_share_the_replica_by_tokens() -> None:
-    """Of two backlogs, neither gets more than a batch ahead of the other."""
-    gate = Gate()
+@pytest.mark.parametrize(("before", "ahead"), [(0, {0, 1, 2}), (10, {-1, 0, 1})])
+async def test_two_large_requests_share_the_replica_by_tokens(
+    gate: Gate, before: int, ahead: set[int]
+) -> None:
+    """Neither gets more than a batch ahead, and one that comes later does not catch up on what it missed."""
     async with serving(gate, LINEAR) as batcher:  # batches of one
-        first, second = texts(20), texts(20)
+        first, second = texts(20), texts(20 - before)
         await submitted(batcher, first)
-        await submitted(batcher, second)
-        gate.let(1000)
-        order = [(await gate.batch()).numbers[0] for _ in range(40)]
-    ours = {number(entry) for entry in first}
-    ahead = np.cumsum([1 if taken in ours else -1 for taken in order])
-    assert set(ahead) <= {0, 1, 2}
-
-
-async def test_a_latecomer_does_not_catch_up_on_what_it_missed() -> None:
-    """A request that arrives when half of another one is served takes turns with the other half."""
-    gate = Gate()
-    async with serving(gate, LINEAR) as batcher:  # batches of one
-        first, second = texts(20), texts(10)
-        await submitted(batcher, first)
-        for _ in range(9):
+        for turn in range(before):
+            if turn:
+                gate.let()
             await gate.batch()
-            gate.let()
-        await gate.batch()
         await submitted(batcher, second)
         gate.let(1000)
-        order = [(await gate.batch()).numbers[0] for _ in range(20)]
+        order = [(await gate.batch()).numbers[0] for _ in range(40 - 2 * before)]
     ours = {number(entry) for entry in first}
-    ahead = np.cumsum([1 if taken in ours else -1 for taken in order])
-    assert set(ahead) <= {-1, 0, 1}
+    assert {*np.cumsum([1 if taken in ours else -1 for taken in order])} <= ahead
 
 
-async def test_a_flow_that_was_idle_is_served_next() -> None:
+async def test_a_flow_that_was_idle_is_served_next(gate: Gate) -> None:
     """One model's backlog holds up another's texts, while they are less than its part, by the batch that runs."""
-    gate = Gate()
     async with serving(gate, LINEAR, bundles=["a@1", "b@1"]) as batcher:
         for arrival in range(20):
             await submitted(batcher, [text(bundle="a@1", arrival=arrival)])
@@ -581,9 +524,8 @@ async def test_a_flow_that_was_idle_is_served_next() -> None:
             gate.let()
 
 
-async def test_flows_that_come_together_are_served_as_they_came() -> None:
+async def test_flows_that_come_together_are_served_as_they_came(gate: Gate) -> None:
     """Equal charges go by arrival, so no model comes first by its place in a list."""
-    gate = Gate()
     async with serving(gate, LINEAR, bundles=["a@1", "b@1", "c@1"]) as batcher:
         await submitted(batcher, [text(bundle="a@1")])
         for arrival, name in enumerate("cb"):
@@ -613,9 +555,8 @@ async def served(
 
 
 @pytest.mark.parametrize("cost", [LINEAR, FIXED, PADDED], ids=["alone", "batched", "by length"])
-async def test_tenants_share_by_what_they_use(cost: Cost) -> None:
+async def test_tenants_share_by_what_they_use(gate: Gate, cost: Cost) -> None:
     """Of two tenants one has ten times the texts, and another length: each gets half."""
-    gate = Gate()
     async with serving(gate, cost, max_batch_size=8) as batcher:
         flows = {
             "many": [text(20, tenant="many") for _ in range(400)],
@@ -625,9 +566,8 @@ async def test_tenants_share_by_what_they_use(cost: Cost) -> None:
     assert given["few"] / given.total() == pytest.approx(0.5, abs=0.1)
 
 
-async def test_the_classes_share_eight_to_one() -> None:
+async def test_the_classes_share_eight_to_one(gate: Gate) -> None:
     """Bulk is never starved, however many of its tenants there are it gets no more."""
-    gate = Gate()
     async with serving(gate, FIXED, max_batch_size=4) as batcher:
         flows = {"interactive": [text(tenant="i") for _ in range(400)]}
         for tenant in "abc":
@@ -640,9 +580,8 @@ async def test_the_classes_share_eight_to_one() -> None:
 
 
 @pytest.mark.parametrize("crowd", [1, POOL_MOST + 50], ids=["a few", "more than a plan looks at"])
-async def test_no_entry_is_skipped_for_ever(crowd: int) -> None:
+async def test_no_entry_is_skipped_for_ever(gate: Gate, crowd: int) -> None:
     """A second text gets its seat although new single texts, due before it, keep coming."""
-    gate = Gate()
     async with serving(gate, LINEAR) as batcher:  # batches of one
         pair = texts(2)
         await submitted(batcher, pair)
@@ -657,9 +596,8 @@ async def test_no_entry_is_skipped_for_ever(crowd: int) -> None:
     assert MAX_SKIPPED < seats.index(number(pair[1])) <= MAX_SKIPPED + 2
 
 
-async def test_a_seat_starts_the_count_again() -> None:
+async def test_a_seat_starts_the_count_again(gate: Gate) -> None:
     """Large requests among single texts get a seat every so often, each of them, and no more."""
-    gate = Gate()
     async with serving(gate, LINEAR) as batcher:  # batches of one
         large = [texts(3), texts(3)]
         for entries in large:
@@ -675,9 +613,8 @@ async def test_a_seat_starts_the_count_again() -> None:
         assert MAX_SKIPPED < third - second <= MAX_SKIPPED + 2
 
 
-async def test_a_skipped_entry_is_scheduled_once_next_to_other_flows() -> None:
+async def test_a_skipped_entry_is_scheduled_once_next_to_other_flows(gate: Gate) -> None:
     """An entry that is due by skips may also be next by virtual time, and is scheduled once."""
-    gate = Gate()
     rng = random.Random(0)
     tasks, seats = [], []
     async with serving(gate, FIXED, max_batch_size=4) as batcher:
@@ -693,9 +630,8 @@ async def test_a_skipped_entry_is_scheduled_once_next_to_other_flows() -> None:
             task.cancel()
 
 
-async def test_two_bundles_take_turns() -> None:
+async def test_two_bundles_take_turns(gate: Gate) -> None:
     """Two models with equal backlogs alternate on one slot, and never share a batch."""
-    gate = Gate()
     async with serving(gate, bundles=["a@1", "b@1"], max_batch_size=4) as batcher:
         await submitted(batcher, texts(20, bundle="a@1"))
         await submitted(batcher, texts(20, bundle="b@1"))
@@ -706,9 +642,8 @@ async def test_two_bundles_take_turns() -> None:
 # Slots
 
 
-async def test_two_slots_run_in_parallel_each_in_its_own_thread() -> None:
+async def test_two_slots_run_in_parallel_each_in_its_own_thread(gate: Gate) -> None:
     """What waits is shared between idle slots, so that one request uses both."""
-    gate = Gate()
     async with serving(gate, slots=2) as batcher:
         request = await submitted(batcher, texts(6))
         running = [await gate.batch(), await gate.batch()]
@@ -719,9 +654,8 @@ async def test_two_slots_run_in_parallel_each_in_its_own_thread() -> None:
         assert len(await request) == 6
 
 
-async def test_the_thread_that_ran_last_runs_next() -> None:
+async def test_the_thread_that_ran_last_runs_next(gate: Gate) -> None:
     """What a text needs is then in the caches of one core; both threads have been in use before."""
-    gate = Gate()
     async with serving(gate, slots=2) as batcher:
         request = await submitted(batcher, texts(2))
         both = {(await gate.batch()).thread, (await gate.batch()).thread}
@@ -744,9 +678,10 @@ async def test_every_slot_has_its_thread_from_the_start() -> None:
 
 
 @pytest.mark.parametrize(("waiting", "widths"), [(1, [4]), (3, [4]), (4, [1] * 4), (9, [1] * 4)])
-async def test_few_texts_take_every_slot_together(waiting: int, widths: list[int]) -> None:
+async def test_few_texts_take_every_slot_together(
+    gate: Gate, waiting: int, widths: list[int]
+) -> None:
     """Too few to give each slot one are one batch on all; as many, or more, are a batch on each."""
-    gate = Gate()
     async with serving(gate, bundles=[], slots=4, wide=4) as batcher:
         batcher.add_bundle("m@1", costing(FIXED, SOONER, slots=4))
         request = await submitted(batcher, texts(waiting))
@@ -757,9 +692,8 @@ async def test_few_texts_take_every_slot_together(waiting: int, widths: list[int
         assert len(await request) == waiting
 
 
-async def test_a_wide_batch_needs_every_slot() -> None:
+async def test_a_wide_batch_needs_every_slot(gate: Gate) -> None:
     """While one slot is busy, texts take those that are free, one each; after a wide batch, all are."""
-    gate = Gate()
     async with serving(gate, bundles=[], slots=2, wide=2, max_batch_size=1) as batcher:
         batcher.add_bundle("m@1", costing(FIXED, SOONER, slots=2))
         first = await submitted(batcher, texts(2))
@@ -822,9 +756,8 @@ async def test_a_choice_that_was_wrong_at_the_start_is_soon_right() -> None:
     assert widths[FIRST_TRIAL:].count(2) > 0.8 * TRIAL_EVERY
 
 
-async def test_texts_that_came_while_a_slot_was_busy_ride_together() -> None:
+async def test_texts_that_came_while_a_slot_was_busy_ride_together(gate: Gate) -> None:
     """The busy replica, not a timer, is what makes batches."""
-    gate = Gate()
     async with serving(gate) as batcher:
         await submitted(batcher, texts(1))
         later = texts(5)
@@ -838,9 +771,8 @@ async def test_texts_that_came_while_a_slot_was_busy_ride_together() -> None:
 # Waiting for company
 
 
-async def test_max_wait_holds_a_batch_until_it_is_full() -> None:
+async def test_max_wait_holds_a_batch_until_it_is_full(gate: Gate) -> None:
     """With a minute to wait, one text waits for its only possible companion."""
-    gate = Gate()
     async with serving(gate, max_wait_ms=60_000, max_batch_size=2) as batcher:
         await submitted(batcher, texts(1))
         assert gate.started == 0
@@ -864,9 +796,8 @@ async def test_no_entry_is_held_beyond_its_deadline() -> None:
     assert outcome.queue_s < 1.5
 
 
-async def test_no_entry_is_held_while_another_bundle_waits() -> None:
+async def test_no_entry_is_held_while_another_bundle_waits(gate: Gate) -> None:
     """A slot is not kept idle for companions of one bundle while texts of another wait."""
-    gate = Gate()
     async with serving(gate, bundles=["a@1", "b@1"], max_wait_ms=60_000) as batcher:
         await submitted(batcher, texts(1, bundle="a@1"))
         assert gate.started == 0
@@ -888,9 +819,8 @@ async def test_draining_does_not_wait_for_companions() -> None:
         assert len(await held) == 1
 
 
-async def test_batches_that_run_are_known() -> None:
+async def test_batches_that_run_are_known(gate: Gate) -> None:
     """What is in a thread, and what it is expected to take, until it is out again."""
-    gate = Gate()
     async with serving(gate) as batcher:
         asked = await submitted(batcher, texts(2, 10))
         await gate.batch()
@@ -917,9 +847,8 @@ def blocking(gate: Gate, started: int, seconds: float = 2.0) -> bool:
     return gate.started >= started
 
 
-async def test_a_thread_goes_on_before_its_answers_are_read() -> None:
+async def test_a_thread_goes_on_before_its_answers_are_read(gate: Gate) -> None:
     """One batch is prefetched: the thread takes it without the event loop, and no second one."""
-    gate = Gate()
     async with serving(gate, LINEAR) as batcher:
         requests = [await submitted(batcher, texts(1)) for _ in range(5)]
         await gate.batch()
@@ -931,9 +860,8 @@ async def test_a_thread_goes_on_before_its_answers_are_read() -> None:
         assert gate.started == 5
 
 
-async def test_a_prefetched_batch_counts_as_waiting_until_it_begins() -> None:
+async def test_a_prefetched_batch_counts_as_waiting_until_it_begins(gate: Gate) -> None:
     """It counts as waiting, like the rest of the queue, until it runs."""
-    gate = Gate()
     async with serving(gate, LINEAR) as batcher:
         requests = [await submitted(batcher, texts(1)) for _ in range(5)]
         await gate.batch()
@@ -948,10 +876,9 @@ async def test_a_prefetched_batch_counts_as_waiting_until_it_begins() -> None:
 
 @pytest.mark.parametrize(("waiting", "set_out"), [(3, False), (4, True)])
 async def test_a_batch_that_waits_for_companions_is_not_prefetched(
-    waiting: int, set_out: bool
+    gate: Gate, waiting: int, set_out: bool
 ) -> None:
     """Where as many as it takes are left behind, those that come could make it no better."""
-    gate = Gate()
     async with serving(gate, FIXED, max_batch_size=2) as batcher:
         requests = [await submitted(batcher, texts(1)) for _ in range(1 + waiting)]
         await gate.batch()
@@ -960,20 +887,8 @@ async def test_a_batch_that_waits_for_companions_is_not_prefetched(
         await asyncio.gather(*requests)
 
 
-async def test_a_part_of_a_large_request_is_prefetched() -> None:
-    """With no other flow waiting, no slot waits for the event loop."""
-    gate = Gate()
-    async with serving(gate, LINEAR) as batcher:
-        large = await submitted(batcher, texts(5))
-        await gate.batch()
-        gate.let(10)
-        assert blocking(gate, 2)
-        await large
-
-
-async def test_the_prefetch_of_a_large_request_is_canceled_for_a_new_one() -> None:
+async def test_the_prefetch_of_a_large_request_is_canceled_for_a_new_one(gate: Gate) -> None:
     """A text that comes meanwhile goes before what is left of it, and each of it is computed once."""
-    gate = Gate()
     async with serving(gate, LINEAR) as batcher:
         many = texts(5)
         large = await submitted(batcher, many)
@@ -990,9 +905,8 @@ async def test_the_prefetch_of_a_large_request_is_canceled_for_a_new_one() -> No
         assert sorted(ran) == sorted(map(number, [*many, late]))
 
 
-async def test_a_prefetch_is_canceled_for_another_flow() -> None:
+async def test_a_prefetch_is_canceled_for_another_flow(gate: Gate) -> None:
     """The flow with the smallest virtual time gets the slot; the canceled prefetch is next, each entry once."""
-    gate = Gate()
     async with serving(gate, LINEAR, bundles=["a@1", "b@1"]) as batcher:
         ours = [text(bundle="a@1") for _ in range(4)]
         requests = [await submitted(batcher, [own]) for own in ours]
@@ -1005,9 +919,8 @@ async def test_a_prefetch_is_canceled_for_another_flow() -> None:
         assert ran == [[number(entry)] for entry in (other, *ours[1:])]
 
 
-async def test_a_batch_is_prefetched_while_several_flows_wait() -> None:
+async def test_a_batch_is_prefetched_while_several_flows_wait(gate: Gate) -> None:
     """The next flow is known: new entries of waiting flows do not change it."""
-    gate = Gate()
     async with serving(gate, LINEAR, bundles=["a@1", "b@1"]) as batcher:
         ours, others = ([text(bundle=bundle) for _ in range(3)] for bundle in ("a@1", "b@1"))
         requests = [await submitted(batcher, [entry]) for entry in (*ours, *others)]
@@ -1019,9 +932,8 @@ async def test_a_batch_is_prefetched_while_several_flows_wait() -> None:
         await asyncio.gather(*requests)
 
 
-async def test_a_prefetch_is_canceled_for_a_probe() -> None:
+async def test_a_prefetch_is_canceled_for_a_probe(gate: Gate) -> None:
     """Under load no slot would be idle for it."""
-    gate = Gate()
     async with serving(gate, LINEAR) as batcher:
         requests = [await submitted(batcher, texts(1)) for _ in range(4)]
         await gate.batch()
@@ -1032,9 +944,8 @@ async def test_a_prefetch_is_canceled_for_a_probe() -> None:
         await asyncio.gather(probe, *requests)
 
 
-async def test_a_canceled_entry_of_a_prefetch_is_not_computed() -> None:
+async def test_a_canceled_entry_of_a_prefetch_is_not_computed(gate: Gate) -> None:
     """The next in line takes its place, while the thread still runs the batch before."""
-    gate = Gate()
     async with serving(gate, LINEAR) as batcher:
         ours = texts(5)
         requests = [await submitted(batcher, [own]) for own in ours]
@@ -1049,9 +960,8 @@ async def test_a_canceled_entry_of_a_prefetch_is_not_computed() -> None:
         assert gate.started == 4
 
 
-async def test_an_entry_canceled_at_its_start_has_no_receiver() -> None:
+async def test_an_entry_canceled_at_its_start_has_no_receiver(gate: Gate) -> None:
     """The thread began before the cancellation; the waiting entries are still counted right."""
-    gate = Gate()
     async with serving(gate, LINEAR) as batcher:
         requests = [await submitted(batcher, texts(1)) for _ in range(5)]
         await gate.batch()
@@ -1066,9 +976,8 @@ async def test_an_entry_canceled_at_its_start_has_no_receiver() -> None:
         assert batcher.load().queue_tokens == 0
 
 
-async def test_a_prefetched_batch_ends_with_the_batcher() -> None:
+async def test_a_prefetched_batch_ends_with_the_batcher(gate: Gate) -> None:
     """What is not answered in time is not begun either."""
-    gate = Gate()
     batcher = Batcher(gate, clock=Clock())
     batcher.add_bundle("m@1", costing(LINEAR))
     await batcher.start()
@@ -1096,9 +1005,8 @@ async def test_a_probe_goes_before_all_that_waits() -> None:
     assert 3 == len(seen)
 
 
-async def test_probes_take_one_slot_and_many_by_turns() -> None:
+async def test_probes_take_one_slot_and_many_by_turns(gate: Gate) -> None:
     """All slots are probed if they are idle; one is probed next to a running batch."""
-    gate = Gate()
     async with serving(gate, bundles=[], slots=2, wide=2, max_batch_size=1) as batcher:
         batcher.add_bundle("m@1", costing(SOONER, slots=2))
         gate.let(4)
@@ -1132,9 +1040,8 @@ async def test_a_probe_fails_as_the_run_does() -> None:
 # Admission
 
 
-async def test_a_full_queue_is_overloaded_and_says_when_to_retry() -> None:
+async def test_a_full_queue_is_overloaded_and_says_when_to_retry(gate: Gate) -> None:
     """900 tokens at 100 a second: come back in 9 seconds. Running tokens do not count."""
-    gate = Gate()
     async with serving(gate, LINEAR, max_queue_tokens=1000) as batcher:
         await submitted(batcher, [text(500)])
         await submitted(batcher, texts(90))
@@ -1146,9 +1053,8 @@ async def test_a_full_queue_is_overloaded_and_says_when_to_retry() -> None:
 
 
 @pytest.mark.parametrize(("per_token", "told"), [(1e-6, 1.0), (10.0, 60.0)])
-async def test_the_time_to_retry_is_bounded(per_token: float, told: float) -> None:
+async def test_the_time_to_retry_is_bounded(gate: Gate, per_token: float, told: float) -> None:
     """At least a second, so that clients spread; at most a minute, so that they come back."""
-    gate = Gate()
     async with serving(gate, Cost(0.0, per_token, 0.0), max_queue_tokens=100) as batcher:
         await submitted(batcher, texts(1))
         await submitted(batcher, texts(10))
@@ -1157,9 +1063,8 @@ async def test_the_time_to_retry_is_bounded(per_token: float, told: float) -> No
         assert refusal.value.retry_after_s == told
 
 
-async def test_a_request_is_refused_whole() -> None:
+async def test_a_request_is_refused_whole(gate: Gate) -> None:
     """Of a request that does not fit, no entry is queued, and smaller ones still are."""
-    gate = Gate()
     async with serving(gate, LINEAR, max_queue_tokens=100) as batcher:
         await submitted(batcher, texts(1))
         await submitted(batcher, texts(5))
@@ -1172,9 +1077,10 @@ async def test_a_request_is_refused_whole() -> None:
 
 
 @pytest.mark.parametrize(("limit", "deadline"), [(50, math.inf), (1000, 1.0)], ids=["room", "time"])
-async def test_what_was_admitted_before_is_not_refused(limit: int, deadline: float) -> None:
+async def test_what_was_admitted_before_is_not_refused(
+    gate: Gate, limit: int, deadline: float
+) -> None:
     """An admitted request is not refused later, neither for the queue's limit nor for its deadline."""
-    gate = Gate()
     async with serving(gate, max_queue_tokens=limit) as batcher:
         for entry in texts(2, 40):
             await submitted(batcher, [entry])
@@ -1207,9 +1113,8 @@ async def test_a_request_of_two_bundles_is_our_bug() -> None:
             await batcher.submit([text(bundle="a@1"), text(bundle="b@1")])
 
 
-async def test_a_removed_bundle_answers_what_runs_and_fails_what_waits() -> None:
+async def test_a_removed_bundle_answers_what_runs_and_fails_what_waits(gate: Gate) -> None:
     """Unloading a model leaves no request unanswered, and does not change other models."""
-    gate = Gate()
     async with serving(gate, LINEAR, bundles=["a@1", "b@1"]) as batcher:
         running = await submitted(batcher, texts(1, bundle="a@1"))
         waiting = await submitted(batcher, texts(1, bundle="a@1"))
@@ -1224,9 +1129,8 @@ async def test_a_removed_bundle_answers_what_runs_and_fails_what_waits() -> None
         assert len(await running) == len(await other) == 1
 
 
-async def test_load_predicts_full_batches_of_what_waits_on_all_slots() -> None:
+async def test_load_predicts_full_batches_of_what_waits_on_all_slots(gate: Gate) -> None:
     """Two slots, batches of 4 x 10 tokens in 1.4 seconds each: 57 tokens a second."""
-    gate = Gate()
     async with serving(gate, slots=2, max_batch_size=4) as batcher:
         for _ in range(3):
             await submitted(batcher, texts(1))
@@ -1254,9 +1158,8 @@ async def test_a_device_that_is_slower_than_expected_is_expected_to_be() -> None
         assert batcher.load().rates["m@1"] == pytest.approx(50.0, rel=0.05)
 
 
-async def test_what_would_come_too_late_is_refused_early() -> None:
+async def test_what_would_come_too_late_is_refused_early(gate: Gate) -> None:
     """900 tokens at 100 a second wait: a text of 10 is answered in 9.1 s, and must have two fifths to spare."""
-    gate = Gate()
     async with serving(gate, LINEAR) as batcher:
         await submitted(batcher, [text(500)])
         for _ in range(90):
@@ -1273,9 +1176,8 @@ async def test_what_is_expected_never_closes_an_empty_queue() -> None:
         assert len(await batcher.submit([text(deadline=1.0)])) == 1
 
 
-async def test_a_text_is_not_refused_for_a_thousand_that_let_it_pass() -> None:
+async def test_a_text_is_not_refused_for_a_thousand_that_let_it_pass(gate: Gate) -> None:
     """100 s of one request wait, of which a text waits for as much as it brings."""
-    gate = Gate()
     async with serving(gate, LINEAR) as batcher:
         await submitted(batcher, texts(1))
         await submitted(batcher, texts(1000))
@@ -1284,9 +1186,8 @@ async def test_a_text_is_not_refused_for_a_thousand_that_let_it_pass() -> None:
             await batcher.submit([text(100, deadline=1.0)])
 
 
-async def test_a_full_queue_accepts_a_tenant_below_its_share() -> None:
+async def test_a_full_queue_accepts_a_tenant_below_its_share(gate: Gate) -> None:
     """One tenant's flood takes from another what it does not use, and nothing else."""
-    gate = Gate()
     async with serving(gate, LINEAR, max_queue_tokens=1000) as batcher:
         await submitted(batcher, texts(1))
         await submitted(batcher, [text(tenant="flood") for _ in range(100)])
@@ -1325,9 +1226,8 @@ async def test_a_look_that_is_plain_refuses_and_admits_as_a_close_one() -> None:
 # Cancelled and late
 
 
-async def test_a_cancelled_request_leaves_the_queue() -> None:
+async def test_a_cancelled_request_leaves_the_queue(gate: Gate) -> None:
     """Its tokens are free at once, and no replica ever sees its texts."""
-    gate = Gate()
     async with serving(gate, max_queue_tokens=100) as batcher:
         first = await submitted(batcher, texts(1))
         gone = await submitted(batcher, texts(10))
@@ -1343,9 +1243,8 @@ async def test_a_cancelled_request_leaves_the_queue() -> None:
     assert gate.started == 2
 
 
-async def test_canceling_a_running_request_affects_no_other() -> None:
+async def test_canceling_a_running_request_affects_no_other(gate: Gate) -> None:
     """Its companions in the batch are answered, and the rest of it never runs."""
-    gate = Gate()
     async with serving(gate, max_batch_size=2) as batcher:
         gone = await submitted(batcher, texts(4))
         await gate.batch()
@@ -1356,9 +1255,8 @@ async def test_canceling_a_running_request_affects_no_other() -> None:
         assert gate.started == 2
 
 
-async def test_cancelled_texts_do_not_pile_up() -> None:
+async def test_cancelled_texts_do_not_pile_up(gate: Gate) -> None:
     """A client that cancels again and again costs no memory while another waits."""
-    gate = Gate()
     async with serving(gate, LINEAR) as batcher:
         await submitted(batcher, texts(2 * POOL_MOST))
         arrays = []
@@ -1395,9 +1293,8 @@ async def test_an_answered_request_leaves_nothing_behind() -> None:
         gc.enable()
 
 
-async def test_a_late_entry_is_never_run() -> None:
+async def test_a_late_entry_is_never_run(gate: Gate) -> None:
     """Its deadline passed before it came: the replica does not see it."""
-    gate = Gate()
     clock = Clock()
     clock.now = 10.0
     async with serving(gate, clock=clock) as batcher:
@@ -1406,9 +1303,8 @@ async def test_a_late_entry_is_never_run() -> None:
     assert gate.started == 0
 
 
-async def test_a_request_that_grows_late_in_the_queue_fails_when_a_batch_ends() -> None:
+async def test_a_request_that_grows_late_in_the_queue_fails_when_a_batch_ends(gate: Gate) -> None:
     """Its other texts go with it, and those that still have time are served."""
-    gate = Gate()
     clock = Clock()
     async with serving(gate, clock=clock) as batcher:
         await submitted(batcher, texts(1))
@@ -1457,26 +1353,6 @@ async def test_a_bad_input_fails_alone() -> None:
     assert str(failed[0].__cause__) == "poison"
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-async def test_a_result_that_is_not_finite_fails_its_own_request(value: float) -> None:
-    """The other request in the batch is answered."""
-    bad, good = text(), text()
-
-    def run(width: int, bundle: str, encodings: Sequence[Encoding], heads: Heads = ()) -> Answers:
-        return [
-            {"h": np.array([value if number(given) == number(bad) else 1.0], np.float32)}
-            for given in encodings
-        ]
-
-    gate = Gate(run)
-    async with serving(gate) as batcher:
-        await submitted(batcher, texts(1))
-        failing, fine = await submitted(batcher, [bad]), await submitted(batcher, [good])
-        gate.let(2)
-        assert "not finite" in failure(await failing)
-        assert [outcome.batch_size for outcome in await fine] == [2]
-
-
 async def test_each_entry_has_an_outcome() -> None:
     """The outcome of an entry that fails is its error, which is reported and counted; the others have outputs."""
     bad, odd, told, seen = text(), text(), [], []
@@ -1503,7 +1379,7 @@ async def test_each_entry_has_an_outcome() -> None:
 
 
 def two_heads(width: int, bundle: str, encodings: Sequence[Encoding], heads: Heads = ()) -> Answers:
-    return [{"h": np.ones(1, np.float32), "broken": np.full(1, np.nan, np.float32)}] * len(
+    return [{"h": np.ones(1, np.float32), "broken": np.full(1, np.inf, np.float32)}] * len(
         encodings
     )
 
@@ -1609,9 +1485,8 @@ async def test_a_batcher_that_was_not_started_is_not_ready() -> None:
     await batcher.stop(0)
 
 
-async def test_stop_answers_everything_that_was_accepted() -> None:
+async def test_stop_answers_everything_that_was_accepted(gate: Gate) -> None:
     """New requests are refused at once, old ones are served to the last, and no thread is left."""
-    gate = Gate()
     async with serving(gate, max_batch_size=2, slots=2) as batcher:
         accepted = await submitted(batcher, texts(20))
         stopping = asyncio.create_task(batcher.stop(30))
@@ -1625,9 +1500,8 @@ async def test_stop_answers_everything_that_was_accepted() -> None:
         assert not [t for t in threading.enumerate() if t.name.startswith("replica-")]
 
 
-async def test_stop_fails_what_is_left_when_the_time_is_over() -> None:
+async def test_stop_fails_what_is_left_when_the_time_is_over(gate: Gate) -> None:
     """A replica that hangs does not keep the server from ending, nor its clients from knowing."""
-    gate = Gate()
     async with serving(gate, LINEAR) as batcher:
         running = await submitted(batcher, texts(1))
         waiting = await submitted(batcher, texts(1))
