@@ -160,26 +160,6 @@ class TestTexts:
         assert not encoded[0].truncated
 
     @compare
-    @given(text=prose, max_length=st.integers(4, 40), data=st.data())
-    def test_windows_cover(self, text: str, max_length: int, data: st.DataObject) -> None:
-        """Windows are never too long, hold every token in order, and neighbours share `stride`."""
-        stride = data.draw(st.integers(0, max_length - 3))
-        encoder = Encoder(lettered(), max_length)
-        whole = encoder.tokenizer.encode(text, add_special_tokens=False).ids
-
-        [encoded] = encoder.texts([text], truncate="window", stride=stride)
-
-        found = own(encoded.windows[0])
-        for before, after in zip(encoded.windows, encoded.windows[1:], strict=False):
-            assert len(before) == max_length
-            assert own(after)[:stride] == own(before)[len(own(before)) - stride :]
-            assert len(own(after)) > stride
-            found += own(after)[stride:]
-        assert found == whole
-        assert len(encoded.windows[-1]) <= max_length
-        assert encoded.tokens == sum(map(len, encoded.windows))
-
-    @compare
     @given(
         texts=st.lists(prose, min_size=1, max_size=4),
         max_length=st.integers(3, 40),
@@ -366,16 +346,6 @@ class TestPairs:
         whole = [len(row) for row in peer(texts, pairs)["input_ids"]]
         assert [item.truncated for item in encoded] == [size > max_length for size in whole]
 
-    def test_fields(self, encoder: Encoder) -> None:
-        """Tokens of the second text say so, and give places in the second text."""
-        [encoded] = encoder.pairs(["cafe!"], ["the rivers"])
-        [window] = encoded.windows
-
-        assert window.sequence.tolist() == [-1, 0, 0, -1, 1, 1, 1, -1]
-        assert window.token_type_ids.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
-        assert window.words.tolist() == [-1, 0, 1, -1, 0, 1, 1, -1]
-        assert window.offsets[4:7].tolist() == [[0, 3], [4, 9], [9, 10]]
-
     def test_refuses_all_that_are_too_long(self, encoder: Encoder) -> None:
         """Without truncation every pair that is too long is named, and one that just fits is not."""
         with pytest.raises(TextError, match="longer than 16 tokens") as refused:
@@ -417,20 +387,6 @@ class TestQuestions:
         assert ids(encoded) == expected["input_ids"]
         assert types(encoded) == expected["token_type_ids"]
         assert not encoded[0].truncated
-
-    def test_whole_question_everywhere(self, encoder: Encoder) -> None:
-        """Every window holds all of the question, and together they hold all of the context."""
-        [encoded] = encoder.questions(["the cafes?"], ["river 1 2 , ! " * 6], stride=2)
-
-        context = own(encoded.windows[0], 1)
-        for window in encoded.windows[1:]:
-            assert own(window, 1)[:2] == context[-2:]
-            context += own(window, 1)[2:]
-        tokens = encoder.tokenizer.encode("river 1 2 , ! " * 6, add_special_tokens=False)
-        assert context == tokens.ids
-        question = encoder.tokenizer.encode("the cafes?", add_special_tokens=False).ids
-        assert len(encoded.windows) > 2
-        assert all(own(window, 0) == question for window in encoded.windows)
 
     def test_long_question(self, encoder: Encoder) -> None:
         """A question longer than `max_query_tokens` is cut to it, and that is said."""
@@ -643,15 +599,6 @@ class TestOffsets:
                 np.testing.assert_array_equal(window.offsets, theirs)
             word_of = dict(zip(window.words.tolist(), expected.word_ids(row), strict=True))
             assert [word_of[word] for word in window.words.tolist()] == expected.word_ids(row)
-
-    def test_characters_outside_the_first_plane(self, encoder: Encoder) -> None:
-        """Emoji count as their code points, not as bytes or UTF-16 units."""
-        text = "😀😀 👩\u200d👧 the \u0301 river"
-
-        [encoded] = encoder.texts([text])
-
-        slices = [text[start:end] for start, end in encoded.windows[0].offsets[1:-1]]
-        assert slices == ["😀😀", "👩\u200d👧", "the", "river"]
 
 
 def assert_comes_from(encoder: Encoder, token: int, part: str) -> None:

@@ -152,15 +152,6 @@ async def test_the_description_has_the_memory_of_the_graph_that_runs(
     assert model.memory.model_dump() == manifest["graphs"][0]["memory"]
 
 
-async def test_calibrated_without_a_temperature(tiny: Engine) -> None:
-    """A head without a temperature refuses calibrated scores by name."""
-    with pytest.raises(
-        InvalidInput, match="head sentiment has no calibration_temperature"
-    ) as caught:
-        await tiny.answer(Classification(inputs=SHORT, **CLASSIFY, calibrated=True), ticket())
-    assert "calibrated" == caught.value.param
-
-
 async def test_pairs(tiny: Engine, runner: Runner) -> None:
     """A text with its pair is one sequence of two segments, and another text than either."""
     reply = await tiny.answer(
@@ -245,17 +236,6 @@ async def test_embed(tiny: Engine, runner: Runner) -> None:
     assert np.float32 == unit.dtype
 
 
-async def test_dimensions(tiny: Engine) -> None:
-    """Shorter vectors are the beginnings of the long ones, at length one again."""
-    reply = await tiny.answer(Embedding(inputs=SHORT, **{**EMBED, "normalize": False}), ticket())
-    whole = np.stack(reply.results)
-    short = (
-        await tiny.answer(Embedding(inputs=SHORT, **{**EMBED, "dimensions": 8}), ticket())
-    ).results
-    norms = np.linalg.norm(whole[:, :8], axis=1, keepdims=True)
-    np.testing.assert_allclose(short, whole[:, :8] / norms, rtol=0, atol=1e-6)
-
-
 # -- windows --------------------------------------------------------------------------------------
 
 
@@ -276,15 +256,6 @@ async def test_windows_of_a_label(tiny: Engine, runner: Runner) -> None:
     expected = dict(zip(tiny.manifest.heads["sentiment"].labels, scores, strict=True))
     assert len(encoded.windows) > 1
     assert all(close(expected[label.label], label.score) for label in reply.results[0])
-
-
-async def test_windows_of_a_vector(tiny: Engine, runner: Runner) -> None:
-    """A text in windows has the mean of their vectors, weighted by their tokens, scaled at the end."""
-    how = {**EMBED, "truncate": "window", "stride": 20}
-    reply = await tiny.answer(Embedding(inputs=[LONG], **how), ticket())
-    encoded = tiny.encoder.texts([LONG], truncate="window", stride=20)[0]
-    mean = weighted(outputs(runner, encoded, "embeddings"), encoded)
-    np.testing.assert_allclose(reply.results[0], mean / np.linalg.norm(mean), rtol=0, atol=1e-5)
 
 
 async def test_usage(tiny: Engine) -> None:
@@ -320,18 +291,50 @@ async def test_timing(tiny: Engine) -> None:
 # -- refusals -------------------------------------------------------------------------------------
 
 
-async def test_unknown_head(tiny: Engine) -> None:
-    """A head that is not there is refused with those that are."""
-    said = "tiny@1 has no classification head 'mood'; of this task it has: sentiment, topics"
-    with pytest.raises(UnknownHead, match=said) as caught:
-        await tiny.answer(Classification(inputs=SHORT, **CLASSIFY), ticket(), ("mood",))
-    assert "head" == caught.value.param
+def classified(**options: Any) -> Classification:
+    return Classification(inputs=SHORT, **{**CLASSIFY, **options})
 
 
-async def test_head_of_another_task(tiny: Engine) -> None:
-    """A head answers its own task only."""
-    with pytest.raises(UnknownHead, match=r"no embedding head 'entities'.* it has: embeddings"):
-        await tiny.answer(Embedding(inputs=SHORT, **EMBED), ticket(), ("entities",))
+@pytest.mark.parametrize(
+    ("task", "head", "said", "param"),
+    [
+        (classified(), "mood", "no classification head 'mood'.* it has: sentiment, topics", "head"),
+        (Embedding(inputs=SHORT, **EMBED), "entities", "no embedding head 'entities'", "head"),
+        (
+            classified(calibrated=True),
+            None,
+            "head sentiment has no calibration_temperature",
+            "calibrated",
+        ),
+        (
+            classified(text_pair=SHORT, truncate="window"),
+            None,
+            "pairs have no windows",
+            "truncate",
+        ),
+        (
+            EntityRecognition(inputs=SHORT, **{**NER, "stride": 256}),
+            None,
+            "tiny@1 takes strides of at most 255",
+            "stride",
+        ),
+        (
+            Embedding(inputs=SHORT, **{**EMBED, "dimensions": 65}),
+            None,
+            "embeddings has 64 dimensions, 65 were",
+            "dimensions",
+        ),
+    ],
+    ids=["head", "task", "calibrated", "pairs", "stride", "dimensions"],
+)
+async def test_refused(
+    tiny: Engine, task: EngineTask[Any], head: str | None, said: str, param: str
+) -> None:
+    """The error has the field and what the model has."""
+    kind = UnknownHead if head else InvalidInput
+    with pytest.raises(kind, match=said) as caught:
+        await tiny.answer(task, ticket(), *[(head,)] if head else [])
+    assert param == caught.value.param
 
 
 async def test_too_long(tiny: Engine) -> None:
@@ -348,30 +351,6 @@ async def test_too_long(tiny: Engine) -> None:
             asked,
         )
     assert "context" == caught.value.param
-
-
-async def test_pairs_have_no_windows(tiny: Engine) -> None:
-    """A pair is read in one piece."""
-    with pytest.raises(InvalidInput, match="pairs have no windows") as caught:
-        await tiny.answer(
-            Classification(inputs=SHORT, text_pair=SHORT, **{**CLASSIFY, "truncate": "window"}),
-            ticket(),
-        )
-    assert "truncate" == caught.value.param
-
-
-async def test_large_stride(tiny: Engine) -> None:
-    """Windows share at most half of themselves."""
-    with pytest.raises(InvalidInput, match="tiny@1 takes strides of at most 255") as caught:
-        await tiny.answer(EntityRecognition(inputs=SHORT, **{**NER, "stride": 256}), ticket())
-    assert "stride" == caught.value.param
-
-
-async def test_many_dimensions(tiny: Engine) -> None:
-    """A vector has no more dimensions than its head."""
-    with pytest.raises(InvalidInput, match="embeddings has 64 dimensions, 65 were") as caught:
-        await tiny.answer(Embedding(inputs=SHORT, **{**EMBED, "dimensions": 65}), ticket())
-    assert "dimensions" == caught.value.param
 
 
 # -- what it hands on -----------------------------------------------------------------------------

@@ -180,22 +180,6 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_outcomes_come_back_in_order() -> None:
-    """Every entry has its own outputs, with their shapes, and the data of its batch."""
-    entries = [text(1, 2, 3), text(9), text(4, 5)]
-    async with pair() as both:
-        got = await both.remote.submit(entries)
-    for entry, outcome in zip(entries, got, strict=True):
-        np.testing.assert_equal(answer(entry).outputs, outcome.outputs)
-        assert (0.25, 0.5, 8, 312, 1.5) == (
-            outcome.queue_s,
-            outcome.inference_s,
-            outcome.batch_size,
-            outcome.batch_tokens,
-            outcome.padding_ratio,
-        )
-
-
 async def test_the_device_gets_the_submitted_entries() -> None:
     """Tokens, heads, and all fields that the queue uses are unchanged."""
     sent = text(1, 2, 3, hidden=1)
@@ -252,7 +236,7 @@ async def test_failed_entries_are_sent_with_the_others(each: bool) -> None:
     assert isinstance(failed, errors.InferenceFailed)
     assert "no number" == failed.message
     for index in (0, 2):
-        np.testing.assert_equal(answer(entries[index]).outputs, got[index].outputs)
+        np.testing.assert_equal(asdict(answer(entries[index])), asdict(got[index]))
     if each:
         assert dict(zip(entries, got, strict=True)) == received
 
@@ -340,6 +324,7 @@ async def test_requests_without_a_device_fail_with_replica_lost() -> None:
         both.lose()
         await until(lambda: not both.remote.load().ready)
         assert both.remote.alive()
+        assert not both.broken.is_set()  # the main process connects the next one
         with pytest.raises(errors.ReplicaLost, match="being started"):
             await both.remote.submit([text(1)])
         with pytest.raises(errors.ReplicaLost, match="being started"):
@@ -347,14 +332,6 @@ async def test_requests_without_a_device_fail_with_replica_lost() -> None:
         await both.connect()
         assert 1 == len(await both.remote.submit([text(1)]))
         assert both.remote.load().ready
-
-
-async def test_a_lost_device_does_not_end_the_http_process() -> None:
-    """The main process connects the next one."""
-    async with pair() as both:
-        both.lose()
-        await until(lambda: not both.remote.load().ready)
-        assert not both.broken.is_set()
 
 
 async def test_a_failed_receive_is_reported() -> None:
