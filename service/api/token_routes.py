@@ -1,12 +1,13 @@
 """The routes of the tokenizer: texts to tokens, and back."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from service.api import openapi
-from service.api.engine_call import json_response, receive_call
+from service.api.engine_call import Call, json_response, receive_call
 from service.api.native_routes import make_router
 from service.api.responses import DetokenizeResponse, TokenizeResponse
 from service.api.schemas import DetokenizeRequest, TokenizeRequest
@@ -24,10 +25,9 @@ async def tokenize(request: Request) -> Response:
     """The tokens of each text, or of each pair of texts, with their positions."""
     call = await receive_call(request, TokenizeRequest)
     body, engine = call.body, call.engine
-    found = await call.within_deadline(engine.tokenize(body.inputs, body.text_pair, call.ticket))
     pairs = body.text_pair or [""] * len(body.inputs)
 
-    def answer() -> Response:
+    def show(found: Sequence[Encoded]) -> object:
         results = [
             {
                 "tokens": token_list(engine, item, texts, body.offset_unit),
@@ -36,11 +36,23 @@ async def tokenize(request: Request) -> Response:
             }
             for item, texts in zip(found, zip(body.inputs, pairs, strict=True), strict=True)
         ]
-        content = {"model": engine.id, "max_length": engine.encoder.max_length, "results": results}
-        return json_response(content)
+        return {"model": engine.id, "max_length": engine.encoder.max_length, "results": results}
 
+    return await answer_tokens(call, body.inputs, body.text_pair, show)
+
+
+async def answer_tokens(
+    call: Call[Any],
+    texts: Sequence[str],
+    pairs: Sequence[str] | None,
+    show: Callable[[Sequence[Encoded]], object],
+) -> Response:
+    """Split texts, or pairs, into tokens, and return them in the form that `show` gives them."""
+    engine = call.engine
+    found = await call.within_deadline(engine.tokenize(texts, pairs, call.ticket))
     tokens = sum(item.tokens for item in found)
-    return await call.within_deadline(engine.run(answer, tokens, call.ticket))
+    work = engine.run(lambda: json_response(show(found)), tokens, call.ticket)
+    return await call.within_deadline(work)
 
 
 def token_list(
@@ -69,16 +81,15 @@ def token_list(
 async def detokenize(request: Request) -> Response:
     """The text of each list of token ids."""
     call = await receive_call(request, DetokenizeRequest)
-    body, engine = call.body, call.engine
-    check_vocabulary(engine, body.ids)
-    texts = await call.within_deadline(
-        engine.detokenize(body.ids, body.skip_special_tokens, call.ticket)
-    )
-    return json_response({"model": engine.id, "results": texts})
+    texts = await join_tokens(call, call.body.ids, call.body.skip_special_tokens)
+    return json_response({"model": call.engine.id, "results": texts})
 
 
-def check_vocabulary(engine: Engine, sequences: Sequence[Sequence[int]]) -> None:
-    """Raise InvalidInput for an id that the vocabulary does not have."""
+async def join_tokens(
+    call: Call[Any], sequences: list[list[int]], skip_special_tokens: bool
+) -> list[str]:
+    """Return the text of each list of token ids. Raises InvalidInput for an id that the vocabulary does not have."""
+    engine = call.engine
     size = engine.encoder.tokenizer.get_vocab_size()
     for index, ids in enumerate(sequences):
         if (largest := max(ids, default=0)) >= size:
@@ -86,3 +97,5 @@ def check_vocabulary(engine: Engine, sequences: Sequence[Sequence[int]]) -> None
                 f"ids[{index}]: {largest} is no token of {engine.id}; its vocabulary has {size}",
                 param=f"ids[{index}]",
             )
+    work = engine.detokenize(sequences, skip_special_tokens, call.ticket)
+    return await call.within_deadline(work)

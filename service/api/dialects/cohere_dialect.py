@@ -28,9 +28,10 @@ from service.api.dialects.common import (
 from service.api.engine_call import Call, json_response, receive_call, service_of
 from service.api.native_routes import make_router
 from service.api.schemas import Request, numbered
-from service.api.token_routes import check_vocabulary
+from service.api.token_routes import answer_tokens, join_tokens
 from service.core.bundle import InputType, OutputDtype
 from service.core.decode import Vector
+from service.core.encode import Encoded
 from service.engines.engine import Engine, Reply
 from service.errors import ErrorForm, InvalidInput, QuartetError, UnknownModel
 from service.tasks.embedding import Embedding, EmbeddingByType
@@ -370,11 +371,9 @@ def as_object(document: str | dict[str, str]) -> dict[str, str]:
 async def tokenize(request: HttpRequest) -> Response:
     """The tokens of a text, without special tokens."""
     call = await receive_call(request, CohereTokenizeRequest)
-    engine = call.engine
-    (item,) = await call.within_deadline(engine.tokenize([call.body.text], None, call.ticket))
 
-    def answer() -> Response:
-        (window,) = item.windows
+    def show(found: Sequence[Encoded]) -> object:
+        (window,) = found[0].windows
         ids = [
             token
             for token, sequence in zip(
@@ -382,10 +381,10 @@ async def tokenize(request: HttpRequest) -> Response:
             )
             if sequence >= 0
         ]
-        names = [engine.encoder.tokenizer.id_to_token(one) for one in ids]
-        return json_response({"tokens": ids, "token_strings": names, "meta": VERSION_1})
+        names = [call.engine.encoder.tokenizer.id_to_token(one) for one in ids]
+        return {"tokens": ids, "token_strings": names, "meta": VERSION_1}
 
-    return await call.within_deadline(engine.run(answer, item.tokens, call.ticket))
+    return await answer_tokens(call, [call.body.text], None, show)
 
 
 @router.post(
@@ -394,10 +393,7 @@ async def tokenize(request: HttpRequest) -> Response:
 async def detokenize(request: HttpRequest) -> Response:
     """The text of token ids."""
     call = await receive_call(request, CohereDetokenizeRequest)
-    check_vocabulary(call.engine, [call.body.tokens])
-    (text,) = await call.within_deadline(
-        call.engine.detokenize([call.body.tokens], True, call.ticket)
-    )
+    (text,) = await join_tokens(call, [call.body.tokens], True)
     return json_response({"text": text, "meta": VERSION_1})
 
 

@@ -5,7 +5,7 @@ The answers of tasks are lists without a name of the model, which is in the head
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -21,7 +21,7 @@ from service.api.dialects.common import REFUSED, ErrorBody, allowed, filled, ref
 from service.api.engine_call import Call, json_response, receive_call, service_of
 from service.api.native_routes import label, make_router, numbers
 from service.api.schemas import DetokenizeRequest, Request, numbered
-from service.api.token_routes import check_vocabulary
+from service.api.token_routes import answer_tokens, join_tokens
 from service.core.bundle import InputType
 from service.core.decode import LabelScore
 from service.core.encode import Encoded
@@ -388,18 +388,14 @@ async def tokenize(request: HttpRequest) -> Response:
     """The tokens of each text; `start` and `stop` are bytes of its UTF-8."""
     call = await receive_call(request, TeiTokenizeRequest)
     body, engine = call.body, call.engine
-    found = await call.within_deadline(engine.tokenize(body.inputs, None, call.ticket))
 
-    def answer() -> Response:
-        return json_response(
-            [
-                token_list(engine, item, text, body.add_special_tokens)
-                for item, text in zip(found, body.inputs, strict=True)
-            ]
-        )
+    def show(found: Sequence[Encoded]) -> object:
+        return [
+            token_list(engine, item, text, body.add_special_tokens)
+            for item, text in zip(found, body.inputs, strict=True)
+        ]
 
-    tokens = sum(item.tokens for item in found)
-    return await call.within_deadline(engine.run(answer, tokens, call.ticket))
+    return await answer_tokens(call, body.inputs, None, show)
 
 
 def token_list(
@@ -434,12 +430,7 @@ def token_list(
 async def decode(request: HttpRequest) -> Response:
     """The text of each list of token ids."""
     call = await receive_call(request, TeiDecodeRequest)
-    body, engine = call.body, call.engine
-    check_vocabulary(engine, body.ids)
-    texts = await call.within_deadline(
-        engine.detokenize(body.ids, body.skip_special_tokens, call.ticket)
-    )
-    return json_response(texts)
+    return json_response(await join_tokens(call, call.body.ids, call.body.skip_special_tokens))
 
 
 @router.get("/info", **openapi.dialect_page(TeiInfo, TAG))
