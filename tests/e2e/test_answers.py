@@ -1,8 +1,6 @@
 """What a real server answers: the reference's vectors, windows, offsets, and the same to many at once."""
 
 import base64
-import json
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -103,23 +101,3 @@ def test_base64_holds_the_same_numbers(tiny: Server) -> None:
     (text,) = tiny.answer("/embed", {**body, "encoding_format": "base64"})["embeddings"]
 
     assert numbers == pytest.approx(np.frombuffer(base64.b64decode(text), dtype="<f4").tolist())
-
-
-def test_models_names_and_versions(tiny: Server, tiny_bundle: Path, tmp_path: Path) -> None:
-    """Several bundles serve side by side: by name, by name@version, the first by default."""
-    second = shutil.copytree(tiny_bundle, tmp_path / "second")
-    manifest = json.loads((second / "manifest.json").read_text())
-    (second / "manifest.json").write_text(json.dumps({**manifest, "version": "2"}))
-
-    with serving(second, tiny_bundle) as server:
-        listed = [model["id"] for model in server.get("/models").json()["models"]]
-        asked = [None, "tiny", "tiny@1", "tiny@2"]
-        answered = [
-            server.answer("/embed", {"inputs": "sea", **({"model": m} if m else {})})["model"]
-            for m in asked
-        ]
-        unknown = server.post("/embed", {"inputs": "sea", "model": "tiny@3"})
-
-    assert ["tiny@2", "tiny@1"] == listed
-    assert ["tiny@2", "tiny@2", "tiny@1", "tiny@2"] == answered
-    assert (404, "unknown_model") == (unknown.status, unknown.json()["error"]["code"])

@@ -1,12 +1,10 @@
-"""What a real server refuses, and how it ends: every declared code, the drain, and bundles not to be served."""
+"""What a real server refuses, and how it ends: bad inputs, the drain, and bundles not to be served."""
 
 import json
-import re
 import shutil
 import signal
 import threading
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,67 +17,6 @@ from tests.e2e.conftest import SLOWLY, Reply, Server, queued, serving, start, un
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 LONG = samples.text(2000, seed=1)
-JSON = {"Content-Type": "application/json"}
-
-REFUSED = {
-    "broken JSON": ("POST", "/embed", b'{"inputs": ', JSON, 400, "bad_request"),
-    "invalid UTF-8": ("POST", "/embed", b'{"inputs": "\xff"}', JSON, 400, "bad_request"),
-    "NaN": ("POST", "/embed", b'{"inputs": NaN}', JSON, 400, "bad_request"),
-    "lone surrogate": ("POST", "/embed", b'{"inputs": "\\ud800"}', JSON, 400, "bad_request"),
-    "empty body": ("POST", "/embed", b"", JSON, 400, "bad_request"),
-    "no such route": ("GET", "/nothing", None, {}, 404, "not_found"),
-    "no such model": (
-        "POST",
-        "/embed",
-        b'{"inputs": "a", "model": "x"}',
-        JSON,
-        404,
-        "unknown_model",
-    ),
-    "no such head": ("POST", "/embed", b'{"inputs": "a", "head": "x"}', JSON, 404, "unknown_head"),
-    "wrong method": ("GET", "/embed", None, {}, 405, "method_not_allowed"),
-    "wrong type": ("POST", "/embed", b"a", {"Content-Type": "text/plain"}, 415, None),
-    "strangely compressed": (
-        "POST",
-        "/embed",
-        b"a",
-        {**JSON, "Content-Encoding": "br"},
-        415,
-        "unsupported_encoding",
-    ),
-    "not compressed": (
-        "POST",
-        "/embed",
-        b"a",
-        {**JSON, "Content-Encoding": "gzip"},
-        400,
-        "bad_request",
-    ),
-    "unknown field": ("POST", "/embed", b'{"inputs": "a", "input": 1}', JSON, 422, "invalid"),
-    "a number": ("POST", "/embed", b'{"inputs": 7}', JSON, 422, "invalid"),
-    "no inputs": ("POST", "/embed", b'{"inputs": []}', JSON, 422, "invalid"),
-    "large stride": ("POST", "/ner", b'{"inputs": "a", "stride": 400}', JSON, 422, "invalid"),
-    "many dimensions": (
-        "POST",
-        "/embed",
-        b'{"inputs": "a", "dimensions": 65}',
-        JSON,
-        422,
-        "invalid",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_refusals(tiny: Server, case: str) -> None:
-    """Each is refused with its status and code, in the one shape that errors have."""
-    method, path, body, headers, status, code = REFUSED[case]
-    reply = tiny.send(method, path, body, headers)
-
-    error = reply.json()["error"]
-    assert status == reply.status
-    assert {"code", "message", "param"} == set(error)
-    assert code in (None, error["code"])
 
 
 @pytest.mark.promise("An invalid request gets every fault at once, before anything is computed.")
@@ -93,37 +30,6 @@ def test_every_bad_input_is_named(tiny: Server) -> None:
     assert (422, "inputs[0]") == (long.status, long.json()["error"]["param"])
     assert "inputs[2]" in long.json()["error"]["message"]
     assert "inputs[1]" not in long.json()["error"]["message"]
-
-
-@pytest.fixture(scope="module")
-def strict(tiny_bundle: Path):
-    """A server with small limits."""
-    limits = ["--max-body-bytes", "20000", "--max-queue-tokens", "600"]
-    with serving(tiny_bundle, *limits, "--max-inputs-per-request", "4") as server:
-        yield server
-
-
-def test_too_large(strict: Server) -> None:
-    """A body, a number of inputs, and texts that could never wait in the queue are too large."""
-    body = strict.post("/embed", {"inputs": "a" * 30_000})
-    inputs = strict.post("/embed", {"inputs": ["a"] * 5})
-    tokens = strict.post("/ner", {"inputs": LONG})
-
-    assert [(413, "too_large")] * 3 == [
-        (r.status, r.json()["error"]["code"]) for r in (body, inputs, tokens)
-    ]
-
-
-def test_overload(strict: Server) -> None:
-    """More than the queue holds is refused with a time to come back; what was accepted is answered."""
-    body = {"inputs": [samples.text(120, seed=seed) for seed in range(4)]}
-    with ThreadPoolExecutor(48) as clients:
-        replies: list[Reply] = list(clients.map(lambda _: strict.post("/embed", body), range(96)))
-
-    refused = [reply for reply in replies if reply.status == 429]
-    assert {200, 429} == {reply.status for reply in replies}
-    assert all(int(reply.headers["retry-after"]) >= 1 for reply in refused)
-    assert {"overloaded"} == {reply.json()["error"]["code"] for reply in refused}
 
 
 @pytest.mark.promise("A drain loses no request.")
@@ -151,26 +57,6 @@ def test_drain_loses_none(tiny_bundle: Path) -> None:
     assert {200: 60} == Counter(reply.status for reply in replies.values())
     assert all(same_answer(alone[number], reply.json()) for number, reply in replies.items())
     assert 0 == code
-
-
-def test_ready_soon_and_open_about_itself(tiny: Server) -> None:
-    """The named metrics are there, the server is live and ready, and pages name no other origin."""
-    tiny.answer("/embed", {"inputs": "a"})
-    metrics = tiny.get("/metrics").body.decode()
-    pages = [tiny.get(path) for path in ("/", "/docs", "/static/app.js")]
-
-    for name in (
-        "quartet_request_duration_seconds",
-        "quartet_queue_wait_seconds",
-        "quartet_inference_seconds",
-        "quartet_batch_tokens",
-        "quartet_padding_ratio",
-        "quartet_queue_tokens",
-        "quartet_requests_rejected_total",
-    ):
-        assert name in metrics
-    assert [200, 200] == [tiny.get(f"/health/{probe}").status for probe in ("live", "ready")]
-    assert not any(re.search(rb'(src|href)="https?://', page.body) for page in pages)
 
 
 # -- bundles that are not served ------------------------------------------------------------------

@@ -125,92 +125,58 @@ def test_answer_lengths(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "status", "named"),
+    ("path", "more", "status", "named"),
     [
-        ("/pipeline/text-classification", {"inputs": []}, 400, "inputs"),
-        ("/pipeline/text-classification", {"inputs": ["a"] * 9}, 413, "inputs"),
+        ("text-classification", {"inputs": []}, 400, "inputs"),
+        ("text-classification", {"inputs": ["a"] * 9}, 413, "inputs"),
+        ("text-classification", {"parameters": {"padding": 1}}, 400, "padding"),
+        ("text-classification", {"parameters": []}, 400, "an object"),
+        ("text-classification", {"options": {"use_gpu": 1}}, 400, "use_gpu"),
+        ("text-classification", [], 400, "JSON object"),
+        ("token-classification", {"parameters": {"ignore_labels": []}}, 400, '"O"'),
+        ("question-answering", {}, 400, "inputs"),
         (
-            "/pipeline/text-classification",
-            {"inputs": "a", "parameters": {"padding": 1}},
-            400,
-            "padding",
-        ),
-        ("/pipeline/text-classification", {"inputs": "a", "parameters": []}, 400, "an object"),
-        (
-            "/pipeline/text-classification",
-            {"inputs": "a", "options": {"use_gpu": 1}},
-            400,
-            "use_gpu",
-        ),
-        ("/pipeline/text-classification", [], 400, "JSON object"),
-        (
-            "/pipeline/token-classification",
-            {"inputs": "a", "parameters": {"ignore_labels": []}},
-            400,
-            '"O"',
-        ),
-        ("/pipeline/question-answering", {"inputs": "a"}, 400, "inputs"),
-        (
-            "/pipeline/question-answering",
+            "question-answering",
             {"inputs": QUESTION, "parameters": {"max_seq_len": 9}},
             400,
             "max_seq_len",
         ),
         (
-            "/pipeline/question-answering",
+            "question-answering",
             {"inputs": QUESTION, "parameters": {"align_to_words": False}},
             400,
             "whole",
         ),
-        ("/pipeline/feature-extraction", {"inputs": "a", "prompt_name": "other"}, 400, "prompt"),
+        ("feature-extraction", {"prompt_name": "other"}, 400, "prompt"),
+        ("feature-extraction", {"encoding_format": "base64"}, 400, "base64"),
+        ("feature-extraction", {"truncation_direction": "left"}, 400, "right"),
         (
-            "/pipeline/feature-extraction",
-            {"inputs": "a", "encoding_format": "base64"},
-            400,
-            "base64",
-        ),
-        (
-            "/pipeline/feature-extraction",
-            {"inputs": "a", "truncation_direction": "left"},
-            400,
-            "right",
-        ),
-        (
-            "/pipeline/feature-extraction",
-            {"inputs": "a", "normalize": True, "parameters": {"normalize": True}},
+            "feature-extraction",
+            {"normalize": True, "parameters": {"normalize": True}},
             400,
             "normalize",
         ),
+        ("fill-mask", {"inputs": "a [MASK]", "parameters": {"targets": ["zebra"]}}, 400, "targets"),
+        ("zero-shot-classification", {}, 400, "parameters"),
+        ("zero-shot-classification", {"parameters": {"candidate_labels": ","}}, 400, "labels"),
         (
-            "/pipeline/fill-mask",
-            {"inputs": "a [MASK]", "parameters": {"targets": ["zebra"]}},
-            400,
-            "targets",
-        ),
-        ("/pipeline/zero-shot-classification", {"inputs": "a"}, 400, "parameters"),
-        (
-            "/pipeline/zero-shot-classification",
-            {"inputs": "a", "parameters": {"candidate_labels": ","}},
-            400,
-            "labels",
-        ),
-        (
-            "/pipeline/zero-shot-classification",
+            "zero-shot-classification",
             {"inputs": ["a"] * 5, "parameters": {"candidate_labels": ["b", "c"]}},
             413,
             "10 texts",
         ),
-        ("/pipeline/translation", {"inputs": "a"}, 404, "feature-extraction"),
-        ("/pipeline/fill-mask/huge", {"inputs": "a [MASK]"}, 404, "huge"),
+        ("translation", {}, 404, "feature-extraction"),
+        ("fill-mask/huge", {"inputs": "a [MASK]"}, 404, "huge"),
         ("/models/tasks/huge", {"inputs": "a [MASK]"}, 404, "huge"),
         ("/models/tasks/masks", {"inputs": "a [MASK]", "model": "huge"}, 400, "model"),
-        ("/models/tasks", {"inputs": "a"}, 400, "/hf/pipeline/TASK"),
+        ("/models/tasks", {}, 400, "/hf/pipeline/TASK"),
         ("", "text", 400, "JSON object"),
         ("/nothing", {}, 404, "nothing"),
     ],
 )
-def test_errors(server: Server, path: str, body: object, status: int, named: str) -> None:
+def test_errors(server: Server, path: str, more: object, status: int, named: str) -> None:
     """They have the API's form, with our messages."""
-    response = server.post(f"/hf{path}", body)
+    body = {"inputs": "a", **more} if isinstance(more, dict) else more
+    response = server.post(f"/hf{path}" if path[:1] in ("", "/") else f"/hf/pipeline/{path}", body)
     assert (status, ["error"]) == (response.status, [*response.json()])
     assert named in response.json()["error"]

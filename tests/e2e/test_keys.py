@@ -60,31 +60,6 @@ def test_a_key_opens_every_process(locked: Server, key: str, tenant: str) -> Non
     assert not any(key in Path(f"/proc/{pid}/cmdline").read_text() for pid in pids)
 
 
-def test_a_connection_outlives_a_refusal(locked: Server) -> None:
-    """The body of a refused request is discarded, and the next request on the connection is answered."""
-    body = b'{"inputs": "%s"}' % (b"a" * 1_000_000)
-    allowed = f"Authorization: Bearer {KEY}\r\nConnection: close\r\n"
-    with socket.create_connection(("127.0.0.1", locked.port)) as connection:
-        connection.sendall(HEAD.format(len(body), "").encode())
-        heard = connection.recv(65536)  # before the body is sent
-        connection.sendall(body)
-        connection.sendall(HEAD.format(17, allowed).encode() + b'{"inputs": "abc"}')
-        heard += b"".join(iter(lambda: connection.recv(65536), b""))
-    assert [b"401", b"200"] == re.findall(rb"HTTP/1\.1 (\d+)", heard)
-
-
-def test_metrics_are_on_their_port_alone(locked: Server) -> None:
-    """The metrics port needs no key and serves metrics and health only."""
-    apart = metrics(locked)
-    assert locked.port != apart.port
-    page = apart.get("/metrics")
-    assert 200 == page.status
-    assert b"quartet_request_duration_seconds" in page.body
-    assert 200 == apart.get("/health/ready").status
-    assert 404 == apart.post("/embed", BODY, {"Authorization": f"Bearer {KEY}"}).status
-    assert 404 == locked.get("/metrics").status
-
-
 def test_both_ports_are_drained(tiny_bundle: Path) -> None:
     """From SIGTERM on, both ports answer the requests in flight and accept no new connection."""
     with serving(tiny_bundle, "--metrics-port", "0", "--http-workers", "2") as server:
@@ -158,18 +133,6 @@ def test_keys_change_while_the_service_runs(
             assert {200} == statuses(old)
         else:
             assert pids == sorted(chain(*children(server).values()))
-
-
-def test_a_hangup_ends_nothing(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A service without keys ignores SIGHUP, in all of its processes."""
-    monkeypatch.delenv("QUARTET_API_KEY", raising=False)
-    with serving(tiny_bundle) as server:
-        for pid in [*chain(*children(server).values()), server.process.pid]:
-            os.kill(pid, signal.SIGHUP)
-        before = children(server)
-        assert 200 == server.post("/embed", BODY).status
-        assert before == children(server)
-        assert server.process.poll() is None
 
 
 def test_children_do_not_have_the_key(tiny_bundle: Path) -> None:

@@ -119,13 +119,6 @@ def test_deadline(still: Server) -> None:
     assert before == computed(still)
 
 
-def test_impatience_that_is_no_number(still: Server) -> None:
-    """The header that shortens the deadline is checked like a field."""
-    reply = still.post("/embed", json.loads(BODY), {"X-Request-Timeout-Ms": "soon"})
-    assert 422 == reply.status
-    assert_error(reply.json(), "invalid", "X-Request-Timeout-Ms")
-
-
 @pytest.mark.promise("A slow client cannot hold a worker.")
 def test_slow_body(still: Server) -> None:
     """A body that does not come is given up, and so is its connection."""

@@ -236,22 +236,6 @@ def test_versions_can_be_pinned(at: Desk) -> None:
     assert "served here: tiny@pin-3, tiny@pin-2" in reply.json()["error"]["message"]
 
 
-def test_a_step_back_is_one_call(at: Desk) -> None:
-    """The version before answers again, as it did."""
-    at.load(at.save("back-1"))
-    before = at.vector("tiny")
-    at.load(at.save("back-2"))
-    assert before != at.vector("tiny")
-    reply = at.order("POST", "/admin/models/tiny/rollback")
-    assert ("tiny@back-1", "tiny@back-2") == (
-        reply.json()["model"]["id"],
-        reply.json()["previous"]["id"],
-    )
-    assert before == at.vector("tiny")
-    promoted = at.order("POST", "/admin/models/tiny@back-2/promote").json()
-    assert "tiny@back-2" == promoted["model"]["id"] == at.vector("tiny")[0]
-
-
 def change_a_byte(folder: Path) -> None:
     data = bytearray((folder / "weights.bin").read_bytes())
     data[len(data) // 2] ^= 1
@@ -292,55 +276,6 @@ def test_what_must_not_be_served_is_refused(
     assert said in reply.json()["error"]["message"]
     assert before == at.vector("tiny")
     until(lambda: states == at.states())
-
-
-def test_another_embedding_space_is_refused_unless_it_is_wanted(at: Desk) -> None:
-    """Both versions answer then, until the old one is dropped."""
-    at.load(at.save("space-1"))
-    at.save("space-2", embedding_space="another")
-    reply = at.order("POST", "/admin/models", {"path": "space-2"})
-    assert (409, "new_embedding_space") == (reply.status, reply.json()["error"]["code"])
-    assert "tiny@space-1" == at.vector("tiny")[0]
-    answer = at.load("space-2", allow_new_embedding_space=True)
-    assert "another" == answer["model"]["embedding_space"]
-    assert answer["previous"]["embedding_space"] not in ("another", None)
-    assert ["tiny@space-2", "tiny@space-1"] == [
-        at.vector(model)[0] for model in ("tiny", "tiny@space-1")
-    ]
-    at.order("DELETE", "/admin/models/tiny@space-1")
-    assert 404 == at.ask("tiny@space-1").status
-    restored = at.load(at.save("space-3"), allow_new_embedding_space=True)
-    assert "tiny@space-3" == restored["model"]["id"]
-
-
-def test_models_can_be_dropped(at: Desk) -> None:
-    """Not the last one; the default is then the next."""
-    at.save("other", name="other")
-    at.load("other")
-    tiny = [state.split()[0] for state in at.states() if state.startswith("tiny")]
-    for model in reversed(tiny):
-        assert model == at.order("DELETE", f"/admin/models/{model}").json()["unloaded"]
-    assert ["other@other current"] == at.states()
-    assert "other@other" == at.vector(None)[0]
-    assert 404 == at.ask("tiny").status
-    last = at.order("DELETE", "/admin/models/other@other")
-    assert (409, "conflict") == (last.status, last.json()["error"]["code"])
-    assert 404 == at.order("DELETE", f"/admin/models/{tiny[0]}").status
-    at.load(at.save("again"))
-    assert ["other@other", "tiny@again"] == [at.vector(model)[0] for model in (None, "tiny")]
-
-
-def test_administration_needs_a_key_for_it(at: Desk) -> None:
-    """A client's key is none, and an administrator's is no client's."""
-    refused = at.server.send("GET", "/admin/models", None, at.client)
-    assert (403, "forbidden") == (refused.status, refused.json()["error"]["code"])
-    assert 401 == at.server.get("/admin/models").status
-
-
-def test_without_keys_or_directory_nothing_comes(tiny: Server, tiny_bundle: Path) -> None:
-    """The settings decide whether models may be loaded, and from which directory."""
-    assert 403 == tiny.post("/admin/models", {"path": "x"}).status
-    assert "state" in tiny.get("/models").json()["models"][0]
 
 
 @pytest.mark.parametrize("workers", [1, 0])

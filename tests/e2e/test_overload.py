@@ -135,27 +135,6 @@ def test_insistence_buys_nothing(impatient: Server, seconds: float) -> None:
     sent.check_answers()
 
 
-def test_a_refusal_says_when_to_come_back(impatient: Server) -> None:
-    """And names its reason."""
-    requests = traffic(impatient).requests
-    held = closed_loop(impatient.port, requests, CROWD, 3.0, retry=True)
-    refused = []
-
-    async def ask() -> None:
-        crowd = asyncio.create_task(held)
-        while not crowd.done():
-            reply = await asyncio.to_thread(impatient.post, "/embed", {"inputs": "a text " * 300})
-            if reply.status == 429:
-                refused.append(reply)
-        await crowd
-
-    uvloop.run(ask())
-    assert refused
-    for reply in refused:
-        assert reply.json()["error"]["code"] == "overloaded"
-        assert 1 <= int(reply.headers["retry-after"]) <= 60
-
-
 def beside(
     server: Server, flood: Traffic, lone: Traffic, seconds: float
 ) -> tuple[Measured, Measured]:
