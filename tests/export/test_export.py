@@ -425,7 +425,7 @@ REFUSED: dict[str, tuple[Spoil, list[str], str]] = {
     "gelu_new": (change("config.json", hidden_act="gelu_new"), [], "hidden_act 'gelu_new': only"),
     "no config": (drop("config.json"), [], "config.json is missing"),
     "no weights": (drop("model.safetensors"), [], "model.safetensors is missing"),
-    "no tokenizer": (drop("tokenizer.json"), [], "needs tokenizer.json, which is missing"),
+    "no tokenizer": (drop("tokenizer.json"), [], "has neither tokenizer.json nor vocab.txt"),
     "no checkpoint": (shutil.rmtree, [], "is no local directory, and the hub does not provide it"),
     "name": (lambda _: None, ["--name", "a b"], "--name: 'a b' may have letters"),
     "version": (lambda _: None, ["--version", "1@2"], "--version: '1@2' may have letters"),

@@ -7,7 +7,9 @@ from service.errors import QuartetError
 
 
 def kinds(base: type[QuartetError] = QuartetError) -> list[type[QuartetError]]:
-    return [kind for sub in base.__subclasses__() for kind in (sub, *kinds(sub))]
+    """The classes of the module below one of them; a class elsewhere has the status and the code of its base."""
+    own = [kind for kind in base.__subclasses__() if kind.__module__ == errors.__name__]
+    return [kind for sub in own for kind in (sub, *kinds(sub))]
 
 
 PUBLIC = [kind for kind in kinds() if kind is not errors.RetryableError]

@@ -44,7 +44,7 @@ def test_training_logs_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     """Blanks around a label are none of its own; what label_map merges is no warning."""
     path = tmp_path / "a.csv"
     path.write_text('text,label\na,"NUM "\nb,NUM\nc,Num\nd,HUM\n')
-    settings = HeadSettings("classification", [str(path)])
+    settings = HeadSettings(task="classification", train=[str(path)])
     with caplog.at_level(logging.WARNING):
         rows = examples.read_training(settings)
     assert [row.labels[0] for row in rows] == ["NUM", "NUM", "Num", "HUM"]
@@ -52,7 +52,9 @@ def test_training_logs_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     assert record.getMessage().startswith(f"{path}: the labels 'NUM' (2 rows), 'Num' (1 row)")
 
     caplog.clear()
-    examples.read_training(HeadSettings("classification", [str(path)], label_map={"Num": "NUM"}))
+    examples.read_training(
+        HeadSettings(task="classification", train=[str(path)], label_map={"Num": "NUM"})
+    )
     assert not caplog.records
 
 
@@ -61,7 +63,9 @@ def test_columns_of_a_head(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("Body,Kind\na,x\n")
     columns = {"text": "Body", "label": "Kind"}
-    settings = HeadSettings("classification", [str(path)], dev=str(path), columns=columns)
+    settings = HeadSettings(
+        task="classification", train=[str(path)], dev=str(path), columns=columns
+    )
     assert [row.text for row in examples.read_training(settings)] == ["a"]
     assert settings.dev == f"{path}?text=Body&label=Kind"
     again = HeadSettings(**vars(settings))

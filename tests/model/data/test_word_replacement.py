@@ -112,12 +112,14 @@ def test_replacement_follows_from_seed_and_ends_with_the_run(encoder: Encoder) -
 def test_words_are_replaced_where_a_teacher_answers(tokenizer_file: Path) -> None:
     """Without a teacher, an altered text would have the label of another."""
     encoder = Encoder(load_tokenizer(tokenizer_file), 32)
-    settings = HeadSettings("classification", [], replace_words=0.3)
+    settings = HeadSettings(task="classification", train=[], replace_words=0.3)
     rows = [examples.Text("here", "Ada drew a comet.", None, (label,)) for label in "ab"]
     with pytest.raises(ValueError, match=r"heads\.mood: replace_words requires a teacher"):
         distillation.training_tasks(rows, "mood", CLASSES, settings, encoder, None)
 
 
 def test_a_share_of_words_is_from_0_to_1() -> None:
-    with pytest.raises(ValueError, match=r"replace_words: 1\.5 is not from 0 to 1"):
-        HeadSettings("classification", [], replace_words=1.5)
+    with pytest.raises(
+        ValueError, match=r"replace_words: Input should be less than or equal to 1, not 1\.5"
+    ):
+        HeadSettings(task="classification", train=[], replace_words=1.5)
