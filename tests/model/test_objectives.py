@@ -26,6 +26,8 @@ from model.data.pretraining_batches import PretrainingBatch, Sampler, Samples, S
 from model.families.registry import FAMILIES
 from model.heads import make_pretraining
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def topics_file(tmp_path_factory: pytest.TempPathFactory) -> Path:

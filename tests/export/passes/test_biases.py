@@ -20,6 +20,8 @@ from service.core.bundle import Head, cosine
 from tests.export.helpers import SMALL, batch, copied
 from tests.tiny import perturb
 
+pytestmark = pytest.mark.slow
+
 HEADS = {"vectors": Head(task="embedding", pooling="mean", dimensions=32)}
 PACKED = batch([1, 30, 2, 56, 7], 50)
 CONFIGS = {

@@ -28,6 +28,8 @@ from tests.conftest import Traced
 from tests.export.helpers import Arrays, batch, open_graph
 from tests.tiny import HEADS, perturb
 
+pytestmark = pytest.mark.slow
+
 ROUNDING = 1e-4  # of a cosine: fp16 costs these models 6e-6 at most, a wrong position or slot 2e-2 and more
 LENGTHS = {"one": [9], "equal": [6, 6, 6], "mixed": [1, 30, 2, 512, 7]}
 FLOAT, HALF, INT32, INT64 = (

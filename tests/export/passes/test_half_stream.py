@@ -30,6 +30,8 @@ from service.core.packing import Packed
 from tests.export.helpers import SMALL, batch, copied, open_graph
 from tests.tiny import perturb
 
+pytestmark = pytest.mark.slow
+
 HEADS = {"vectors": Head(task="embedding", pooling="mean", dimensions=32)}
 PACKED = batch([1, 30, 2, 56, 7], 50)
 NORMS = 5  # two layers, embeddings

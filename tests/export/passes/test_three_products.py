@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import pytest
 
 from export import cuda_emulator, trace_graphs
 from export.passes import fp16
@@ -16,6 +17,8 @@ from model.heads import EncoderWithHeads
 from service.core.bundle import Head
 from tests.export.helpers import SMALL, batch, copied
 from tests.tiny import perturb
+
+pytestmark = pytest.mark.slow
 
 HEADS = {"vectors": Head(task="embedding", pooling="mean", dimensions=32)}
 LAYERS = SMALL["num_hidden_layers"]
