@@ -31,7 +31,7 @@ from service.core import bundle
 from service.core.bundle import Bundle, Head, Precision, cosine
 from service.core.cpu import CPU
 from service.core.packing import Packed, each
-from service.core.session import Session, SessionOptions
+from service.core.session import BatchOutputs, Session, SessionOptions
 from tests import hub, samples
 from tests.conftest import chosen
 from tests.e2e.conftest import Server, serving
@@ -517,12 +517,21 @@ TEXTS = [samples.text(words, seed=words) for words in (1, 3, 9, 20, 50)]
 PAIRS = [(TEXTS[2], TEXTS[3]), (TEXTS[0], TEXTS[4])]
 
 
+KINDS = {
+    "classifier": transformers.AutoModelForSequenceClassification,
+    "masked": transformers.AutoModelForMaskedLM,
+}
+
+
 @dataclass(frozen=True)
 class Exported:
-    """A checkpoint as transformers wrote it, and the bundle that was made of it."""
+    """A folder with a joint checkpoint and the two that transformers wrote, and the bundle that was made of it."""
 
-    checkpoint: Path
+    folder: Path
     bundle: Bundle
+
+    def outputs(self, packed: Packed) -> BatchOutputs:
+        return torch_outputs(reader.load_model(self.folder / "joint"), packed)
 
     def session(self, precision: Precision, layout: str = "packed") -> Session:
         graphs = self.bundle.manifest.graphs
@@ -530,9 +539,11 @@ class Exported:
         return Session(self.bundle, graph, CPU, SessionOptions(threads=1))
 
     def batch(self, lengths: list[int]) -> Packed:
-        """Random ids, of one segment where the family has one."""
-        config = reader.read_config(self.checkpoint)
+        """Random ids, of one segment where the family has one; some texts have no mask token."""
+        config = reader.read_config(self.folder / "joint")
         packed = batch(lengths, config.vocab_size)
+        if mask := self.bundle.manifest.mask_token_id:
+            packed.input_ids[3::7] = mask
         types = packed.token_type_ids * (config.type_vocab_size > 1)
         return Packed(packed.input_ids, types, packed.position_ids, packed.layout)
 
@@ -540,26 +551,25 @@ class Exported:
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Exported]:
     """A family in all precisions, exported when it is first asked for."""
-    folder = tmp_path_factory.mktemp("families")
-    return exporter(
-        folder,
-        transformers.AutoModelForSequenceClassification,
-        id2label=dict(enumerate(TOPICS)),
-    )
+    root = tmp_path_factory.mktemp("families")
+    return cache(lambda model_type: export_family(model_type, root / model_type))
 
 
-def exporter(folder: Path, kind: Any, **fields: Any) -> Callable[[str], Exported]:
-    """Return a function that exports a family with the head of one of transformers' Auto classes, once."""
-
-    @cache
-    def make(model_type: str) -> Exported:
-        checkpoint = folder / "checkpoints" / model_type
-        source = hub.save(model_type, checkpoint, kind, positions=max(MIXED), **fields)
-        out = folder / model_type
-        assert 0 == export([str(source), str(out), "--precision", "fp32", "int8", "fp16"])
-        return Exported(source, bundle.load(out))
-
-    return make
+def export_family(model_type: str, folder: Path) -> Exported:
+    """Join a classifier and a masked language model that transformers wrote with the same encoder, and export both."""
+    told = {"positions": max(MIXED), "id2label": dict(enumerate(TOPICS))}
+    for name, kind in KINDS.items():
+        hub.save(model_type, folder / name, kind, **told)
+    first, second = (kind.from_pretrained(folder / name) for name, kind in KINDS.items())
+    second.base_model.load_state_dict(first.base_model.state_dict(), strict=False)
+    second.save_pretrained(folder / "masked")
+    classifier, masked = (reader.load_model(folder / name) for name in KINDS)
+    joint = EncoderWithHeads(classifier.config, classifier.described | masked.described)
+    joint.load_state_dict(masked.state_dict() | classifier.state_dict())
+    writer.save_joint(folder / "joint", joint, folder / "masked" / "tokenizer.json")
+    out = folder / model_type
+    assert 0 == export([str(folder / "joint"), str(out), "--precision", "fp32", "int8", "fp16"])
+    return Exported(folder, bundle.load(out))
 
 
 @pytest.fixture
@@ -578,27 +588,19 @@ every_family = pytest.mark.parametrize(
 MIXED = [200, 1, 9, 37, 2, 90]
 PRE_NORM = {"modernbert"}
 BIASED = {"mpnet", "deberta", "deberta-v2", "modernbert"}  # with an attention bias
+OUTPUTS = ("classification", "fill-mask")
 
 
 @every_family
 @pytest.mark.parametrize("layout", ["packed", "portable"])
 def test_graphs_are_pytorch(exported: Exported, layout: str) -> None:
-    """The fp32 graphs give PyTorch's logits for texts of all lengths together."""
+    """The fp32 graphs give PyTorch's logits, of texts and of mask tokens, for texts of all lengths together."""
     packed = exported.batch(MIXED)
-    expected = torch_outputs(reader.load_model(exported.checkpoint), packed)["classification"]
-    found = exported.session("fp32", layout).run(packed)["classification"]
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
-
-
-@every_family
-@pytest.mark.parametrize("precision", ["fp32", "int8"])
-def test_batch_invariance(exported: Exported, precision: Precision) -> None:
-    """A text's logits are the same alone as with others."""
-    session = exported.session(precision)
-    packed = exported.batch(MIXED)
-    together = session.run(packed)["classification"]
-    alone = [session.run(one)["classification"] for one in each(packed)]
-    np.testing.assert_allclose(together, np.concatenate(alone), rtol=0, atol=1e-5)
+    expected = exported.outputs(packed)
+    assert len(expected["fill-mask"]) > len(MIXED)
+    found = exported.session("fp32", layout).run(packed)
+    for name in OUTPUTS:
+        np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=1e-4, err_msg=name)
 
 
 @every_family
@@ -608,9 +610,10 @@ def test_half(exported: Exported, model_type: str) -> None:
     Norms after a sum are in fp16, but for families whose layers normalize first. Graphs for a CPU have no such norm.
     """
     packed = exported.batch([197, *MIXED[1:]])  # in 200 slots on CUDA
-    expected = torch_outputs(reader.load_model(exported.checkpoint), packed)["classification"]
-    found = cuda_emulator.emulated(exported.bundle.path / "fp16.onnx")(packed)["classification"]
-    assert cosine(found, expected) > 1 - 1e-4
+    path, mask = exported.bundle.path / "fp16.onnx", exported.bundle.manifest.mask_token_id
+    found, expected = cuda_emulator.emulated(path, mask)(packed), exported.outputs(packed)
+    for name in OUTPUTS:
+        assert cosine(found[name], expected[name]) > 1 - 1e-4, name
     (record,) = [g for g in exported.bundle.manifest.graphs if g.provider == "cuda"]
     assert (model_type in BIASED) is record.attention_bias
     fused = {
@@ -633,7 +636,7 @@ def test_graphs_tell_two_texts_apart(segmented: Exported, layout: str) -> None:
     """ModernBERT's do, too, where its configuration has segments."""
     packed = segmented.batch(MIXED)
     assert 1 in packed.token_type_ids
-    expected = torch_outputs(reader.load_model(segmented.checkpoint), packed)["topic"]
+    expected = segmented.outputs(packed)["topic"]
     session = segmented.session("fp32", layout)
     np.testing.assert_allclose(session.run(packed)["topic"], expected, rtol=0, atol=1e-4)
     one = replace(packed, token_type_ids=0 * packed.token_type_ids)
@@ -653,9 +656,9 @@ def segmented(tmp_path_factory: pytest.TempPathFactory) -> Exported:
         type_vocab_size=2,
     )
     model = perturb(EncoderWithHeads(config, {"topic": Head(task="classification", labels=TOPICS)}))
-    writer.save_joint(folder / "checkpoint", model, folder / "tokenizer.json")
-    assert 0 == export([str(folder / "checkpoint"), str(folder / "out"), "--precision", "fp32"])
-    return Exported(folder / "checkpoint", bundle.load(folder / "out"))
+    writer.save_joint(folder / "joint", model, folder / "tokenizer.json")
+    assert 0 == export([str(folder / "joint"), str(folder / "out"), "--precision", "fp32"])
+    return Exported(folder, bundle.load(folder / "out"))
 
 
 @pytest.fixture(scope="module")
@@ -686,7 +689,7 @@ def test_answers_are_those_of_transformers(
     server: Server, exported: Exported, model_type: str
 ) -> None:
     """The scores of every label, of texts and of pairs, to 1e-4."""
-    expected = scores(exported.checkpoint, [*TEXTS, *PAIRS])
+    expected = scores(exported.folder / "classifier", [*TEXTS, *PAIRS])
     asked = {"model": model_type, "top_k": None}
     texts = server.answer("/classify", {"inputs": TEXTS, **asked})
     firsts, seconds = (list(side) for side in zip(*PAIRS, strict=True))
@@ -701,99 +704,37 @@ def test_answers_are_those_of_transformers(
     assert max(abs(found[0][label] - found[3][label]) for label in TOPICS) > 1e-2
 
 
-# -- masked language models as bundles --------------------------------------------------------------------------------
-
-every_masked_family = pytest.mark.parametrize(
-    "model_type",
-    [pytest.param(name, marks=() if name == "bert" else pytest.mark.slow) for name in FAMILIES],
-)
 # With one and with several mask tokens, next to punctuation and at both ends.
 MASKED = ("The {mask} of the harbor was late.", "{mask} sails, and the wind takes it to {mask}")
-
-
-@pytest.fixture(scope="module")
-def masked_exports(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Exported]:
-    """A family's masked language model in all precisions, exported when it is first needed."""
-    return exporter(tmp_path_factory.mktemp("masked"), transformers.AutoModelForMaskedLM)
-
-
-@pytest.fixture
-def masked(masked_exports: Callable[[str], Exported], model_type: str) -> Exported:
-    return masked_exports(model_type)
-
-
-def with_masks(masked: Exported) -> Packed:
-    """Random ids of which every seventh is the mask token, so that some texts have none."""
-    packed = masked.batch(MIXED)
-    packed.input_ids[3::7] = masked.bundle.manifest.mask_token_id
-    return packed
-
-
-@every_masked_family
-def test_masked_graphs_are_pytorch(masked: Exported) -> None:
-    """The fp32 graphs give PyTorch's logits of the mask tokens, and CUDA's graph gives them but for rounding."""
-    packed = with_masks(masked)
-    expected = torch_outputs(reader.load_model(masked.checkpoint), packed)["fill-mask"]
-    assert len(expected) > len(MIXED)
-    for layout in ("packed", "portable"):
-        found = masked.session("fp32", layout).run(packed)["fill-mask"]
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4, err_msg=layout)
-    path = masked.bundle.path / "fp16.onnx"
-    run = cuda_emulator.emulated(path, masked.bundle.manifest.mask_token_id)
-    assert cosine(run(packed)["fill-mask"], expected) > 1 - 1e-4
-
-
-@every_masked_family
-@pytest.mark.parametrize("precision", ["fp32", "int8"])
-def test_masked_batches(masked: Exported, precision: Precision) -> None:
-    """A mask token's logits are the same alone as with others."""
-    session = masked.session(precision)
-    packed = with_masks(masked)
-    together = session.run(packed)["fill-mask"]
-    alone = [session.run(one)["fill-mask"] for one in each(packed)]
-    np.testing.assert_allclose(together, np.concatenate(alone), rtol=0, atol=1e-5)
-
-
 FOLDED = 8192  # numbers; the tracer itself widens smaller fp16 weights
 
 
-@every_masked_family
-def test_vocabulary_matrix_is_stored_once(masked: Exported) -> None:
+@every_family
+def test_vocabulary_matrix_is_stored_once(exported: Exported) -> None:
     """Each graph's output matrix is its embedding table."""
-    rows = masked.bundle.manifest.vocabulary.size
-    for record in masked.bundle.manifest.graphs:
-        graph = onnx.load(masked.bundle.path / record.file, load_external_data=False).graph
+    rows = exported.bundle.manifest.vocabulary.size
+    for record in exported.bundle.manifest.graphs:
+        graph = onnx.load(exported.bundle.path / record.file, load_external_data=False).graph
         sizes = [tuple(tensor.dims) for tensor in graph.initializer]
         tables = [size for size in sizes if len(size) == 2 and size[0] == rows and size[1] > 1]
         if record.precision != "fp16" or rows * tables[0][1] > FOLDED:
             assert 1 == len(tables), record.file
 
 
-@pytest.fixture(scope="module")
-def masked_server(
-    request: pytest.FixtureRequest, masked_exports: Callable[[str], Exported]
-) -> Iterator[Server]:
-    """The masked language models of all families that this run tests in one service, at fp32."""
-    asked = chosen(request, "model_type")
-    folders = [masked_exports(name).bundle.path for name in FAMILIES if name in asked]
-    with serving(*folders, "--precision", "fp32") as it:
-        yield it
-
-
-@every_masked_family
+@every_family
 @pytest.mark.e2e
 def test_filled_masks_are_those_of_transformers(
-    masked_server: Server, masked: Exported, model_type: str
+    server: Server, exported: Exported, model_type: str
 ) -> None:
     """Tokens, texts and scores equal the results of transformers' pipeline, the scores to 1e-4; also for targets."""
-    pipeline = transformers.pipeline("fill-mask", model=str(masked.checkpoint), device=-1)
+    pipeline = transformers.pipeline("fill-mask", model=str(exported.folder / "masked"), device=-1)
     texts = [text.format(mask=pipeline.tokenizer.mask_token) for text in MASKED]
     vocabulary = pipeline.tokenizer.get_vocab()
     targets = sorted(vocabulary, key=vocabulary.__getitem__)[40:60:3]
     for options in ({"top_k": 7}, {"targets": targets, "top_k": 4}):
         body = {"model": model_type, "inputs": texts, **options}
         expected = flat(pipeline(texts, **options))
-        found = flat(masked_server.answer("/fill-mask", body)["results"])
+        found = flat(server.answer("/fill-mask", body)["results"])
         scores = [token.pop("score") for token in expected]
         assert scores == pytest.approx([token.pop("score") for token in found], abs=1e-4)
         assert expected == found

@@ -10,6 +10,7 @@ from export import trace_graphs
 from export.passes.first_token_only import narrow
 from export.passes.quantize import quantize
 from model.config import BertConfig
+from model.families.deberta import DebertaV2Config
 from model.families.modernbert import ModernBertConfig
 from model.families.mpnet import MPNetConfig
 from model.families.nomic_bert import NomicBertConfig
@@ -37,6 +38,7 @@ CONFIGS = {
     "with a bias of scores": MPNetConfig(**SMALL),
     "normed before": ModernBertConfig(**SMALL),
     "with a gate, told lengths": NomicBertConfig(**SMALL),
+    "with a bias from queries": DebertaV2Config(**{**DebertaV2Config.released, **SMALL}),
 }
 LENGTHS = {"one": [9], "equal": [6, 6, 6], "mixed": [1, 30, 2, 60, 7]}
 
