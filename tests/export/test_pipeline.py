@@ -56,10 +56,6 @@ def test_export(tiny_checkpoint: Path, out: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"precisions": ("fp16",)}, "--precision: fp16 runs on a GPU only"),
-        ({"name": "a b"}, "--name: 'a b' may have letters"),
-        ({"max_length": 513}, "--max-length: from 8 to the checkpoint's own 512"),
-        ({"evaluations": {"none": Path("x")}}, "--eval: the checkpoint has no head none"),
         ({"dimensions": (65,)}, "matryoshka_dimensions: 65 exceeds dimensions 64"),
         ({"calibration": Path("/none")}, "No such file or directory: '/none'"),
     ],

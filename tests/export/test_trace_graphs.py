@@ -14,7 +14,6 @@ from export.goldens import torch_outputs
 from export.passes import fp16 as half
 from export.passes import mask_free_attention, portable
 from export.passes.portable import make_portable
-from export.passes.quantize import quantize
 from model.checkpoints.reader import load_model
 from model.config import BertConfig
 from model.families.modernbert import ModernBertConfig, rope_frequencies
@@ -23,7 +22,6 @@ from model.pooling import POOLINGS
 from service.core import bundle
 from service.core.bundle import Head
 from service.core.cpu import CPU
-from service.core.packing import each
 from service.core.session import Session, SessionOptions
 from tests.conftest import Traced
 from tests.export.helpers import (
@@ -348,16 +346,3 @@ class TestPooling:
         found = emulated(tmp_path / "fp16.onnx")(packed)
         for name, expected in torch_outputs(pooled, packed).items():
             assert bundle.cosine(found[name], expected) > 0.9999, name
-
-    @pytest.mark.parametrize("precision", ["fp32", "int8"])
-    def test_batch_invariance(
-        self, pooled: EncoderWithHeads, pooled_packed: onnx.ModelProto, precision: str
-    ) -> None:
-        """A text's vector does not depend on the texts in its batch."""
-        graph = copied(pooled_packed)
-        graph = quantize(graph) if precision == "int8" else graph
-        packed = batch([1, 30, 2, 300, 7], vocab_size=50)
-        together = run_packed(graph, packed)
-        for row, alone in enumerate(each(packed)):
-            for name, value in run_packed(graph, alone).items():
-                np.testing.assert_allclose(value[0], together[name][row], rtol=0, atol=1e-5)

@@ -3,7 +3,6 @@
 import ast
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,31 +11,21 @@ from torch import Tensor
 
 import model
 from model.bert import Bert
-from model.checkpoints import hub_names, reader
+from model.checkpoints import reader
 from model.config import BertConfig, preset
-from model.families.bert_names import BERT
 from model.training.capture import capture
 from service.core import packing
 from service.core.encode import Encoder
-from service.core.packing import Packed, each
+from service.core.packing import Packed
 from tests.model.helpers import (
-    LENGTHS,
     TOLERANCE,
     batch,
     ours,
-    perturb,
     real,
     shape,
     theirs,
 )
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "small": {},
-    "one layer, one head": {"num_hidden_layers": 1, "num_attention_heads": 1},
-    "deep": {"num_hidden_layers": 5, "hidden_size": 48, "num_attention_heads": 3},
-    "wide": {"hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 512},
-    "three segments": {"type_vocab_size": 3, "layer_norm_eps": 1e-6, "intermediate_size": 40},
-}
 TEXTS = [
     "What is the capital of France?",
     "Paris.",
@@ -66,19 +55,6 @@ def assert_parity(encoder: Bert, peer: transformers.BertModel, packed: Packed) -
     torch.testing.assert_close(pooled, expected.pooler_output, **TOLERANCE)
 
 
-@pytest.mark.parametrize("fields", SHAPES.values(), ids=SHAPES)
-def test_parity_on_random_weights(fields: dict[str, Any]) -> None:
-    """With perturbed random weights, all hidden states equal transformers' hidden states, for every batch."""
-    config = shape(**fields)
-    peer = transformers.BertModel(transformers.BertConfig(**config.to_dict()))
-    perturb(peer)
-    encoder = Bert(config).eval()
-    hub_names.from_hub(encoder, peer.state_dict(), hub_names.encoder_names(BERT), "transformers")
-
-    for seed, lengths in enumerate(LENGTHS.values()):
-        assert_parity(encoder, peer, batch(lengths, seed=seed))
-
-
 @pytest.fixture(scope="module")
 def real_pair(minilm: Path) -> tuple[Bert, transformers.BertModel]:
     """MiniLM, read by us and by transformers."""
@@ -106,22 +82,6 @@ def test_parity_at_full_length(
 
     assert packed.layout.longest == 512
     assert_parity(*real_pair, packed)
-
-
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_packed_is_alone(lengths: list[int]) -> None:
-    """A sequence's states are the same packed with others and alone."""
-    encoder = perturb(Bert(shape()))
-    assert isinstance(encoder, Bert)
-    packed = batch(lengths)
-
-    together, pooled = states(encoder, packed)
-
-    alone = [states(encoder, one) for one in each(packed)]
-    for layer, hidden_states in enumerate(together):
-        by_itself = torch.cat([kept[layer] for kept, _ in alone])
-        torch.testing.assert_close(hidden_states, by_itself, **TOLERANCE)
-    torch.testing.assert_close(pooled, torch.cat([one for _, one in alone]), **TOLERANCE)
 
 
 @pytest.mark.parametrize(("name", "count"), [("base", 109_482_240), ("large", 335_141_888)])
