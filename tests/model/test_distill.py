@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -31,8 +31,6 @@ PLACES = ["in Turin", "near the harbour", "at dawn", "for Dr. Noether"]
 TEXTS = [f"{name} drew {thing} {place}." for name in NAMES for thing in THINGS for place in PLACES]
 LAYERS = 3
 SINGLE = "single_label_classification"
-
-Start = Callable[..., dict[str, Any]]
 
 
 def write(path: Path, rows: Iterable[Any]) -> str:
@@ -129,26 +127,41 @@ QUICK: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Start:
-    """Run a small distillation; settings as in a TOML file."""
+@dataclass(frozen=True)
+class Start:
+    """Runs a small distillation; settings as in a TOML file."""
 
-    def run(teacher: Path | str, losses: dict[str, float], **settings: Any) -> dict[str, Any]:
-        given = {
-            "output": str(tmp_path / "run"),
-            "cache": str(tmp_path / "cache"),
-            **QUICK,
-            **settings,
-        }
+    data: Mapping[str, str]
+    corpus: list[str]
+    folder: Path
+
+    def __call__(
+        self, teacher: Path | str, losses: dict[str, float], **settings: Any
+    ) -> dict[str, Any]:
+        places = {"output": str(self.folder / "run"), "cache": str(self.folder / "cache")}
+        given = {**places, **QUICK, **settings}
         return distill.distill(DistillSettings(teacher=str(teacher), losses=losses, **given))
 
-    return run
+    def finetune(self, **settings: Any) -> dict[str, Any]:
+        """Fine-tune instead."""
+        given = {"output": str(self.folder / "run"), **QUICK, **settings}
+        return finetune.finetune(finetune.FinetuneSettings(**given))
+
+    def tables(self, *names: str) -> dict[str, Any]:
+        """The tables of these heads, else one of each task."""
+        return {
+            name: {"task": task, "train": [self.data[name]], "batch_size": 4}
+            for name, task in KINDS.items()
+            if name in names or not names
+        }
 
 
-def tables(data: Mapping[str, str], *names: str) -> dict[str, Any]:
-    kinds = {"names": "classification", "entities": "ner", "answers": "qa", "vectors": "embedding"}
-    wanted = names or tuple(kinds)
-    return {name: {"task": kinds[name], "train": [data[name]], "batch_size": 4} for name in wanted}
+KINDS = {"names": "classification", "entities": "ner", "answers": "qa", "vectors": "embedding"}
+
+
+@pytest.fixture
+def start(data: Mapping[str, str], corpus_file: Path, tmp_path: Path) -> Start:
+    return Start(data, [str(corpus_file)], tmp_path)
 
 
 def history(folder: Path) -> list[float]:
@@ -163,28 +176,23 @@ ALL = {"logits": 1.0, "hidden": 1.0, "relations": 1.0, "embedding": 1.0, "simila
 
 @pytest.mark.parametrize("distance", distillation.VECTOR_DISTANCES)
 def test_a_student_of_all_layers_is_the_teacher(
-    distance: str,
-    joint: Path,
-    data: Mapping[str, str],
-    corpus_file: Path,
-    start: Start,
-    tmp_path: Path,
+    distance: str, joint: Path, start: Start, tmp_path: Path
 ) -> None:
     """It has nothing to learn: of every task, from text, by every loss."""
-    every = {"heads": tables(data), "corpus": [str(corpus_file)], "lr": 0.0, "distance": distance}
+    every = {"heads": start.tables(), "corpus": start.corpus, "lr": 0.0, "distance": distance}
     start(joint, ALL, num_layers=LAYERS, **every)
     assert abs(history(tmp_path / "run")[0]) < 1e-5
     for name, weight in ALL.items():  # and one of fewer layers has something to learn by each
-        start(joint, {name: weight}, output=str(tmp_path / name), **{**every, **only(data, name)})
+        start(joint, {name: weight}, output=str(tmp_path / name), **{**every, **only(start, name)})
         assert history(tmp_path / name)[0] > 1e-4
 
 
-def only(data: Mapping[str, str], loss: str) -> dict[str, Any]:
+def only(start: Start, loss: str) -> dict[str, Any]:
     """Heads that learn by a loss, and no text where that does not."""
     return {
-        "logits": {"heads": tables(data, "names", "entities", "answers"), "corpus": []},
-        "embedding": {"heads": tables(data, "vectors")},
-        "similarity": {"heads": tables(data, "vectors")},
+        "logits": {"heads": start.tables("names", "entities", "answers"), "corpus": []},
+        "embedding": {"heads": start.tables("vectors")},
+        "similarity": {"heads": start.tables("vectors")},
     }.get(loss, {})
 
 
@@ -211,12 +219,12 @@ def family_checkpoint(family: str, folder: Path, documents: list[list[str]], lay
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_gives_layers(
-    family: str, documents: list[list[str]], corpus_file: Path, start: Start, tmp_path: Path
+    family: str, documents: list[list[str]], start: Start, tmp_path: Path
 ) -> None:
     """A student with all layers equals the teacher; one with every second layer has those weights."""
     source = family_checkpoint(family, tmp_path / "teacher", documents, 3)
     losses = {"hidden": 1.0, "relations": 1.0}
-    text = {"corpus": [str(corpus_file)], "lr": 0.0}
+    text = {"corpus": start.corpus, "lr": 0.0}
     start(source, losses, num_layers=3, output=str(tmp_path / "all"), **text)
     assert abs(history(tmp_path / "all")[0]) < 1e-5
     start(source, losses, layers=[0, 2], **text)
@@ -240,7 +248,7 @@ def test_every_family_gives_layers(
 
 @pytest.mark.parametrize("family", ["modernbert", "deberta-v2"])
 def test_a_first_layer_that_is_another_stays_first(
-    family: str, documents: list[list[str]], corpus_file: Path, start: Start, tmp_path: Path
+    family: str, documents: list[list[str]], start: Start, tmp_path: Path
 ) -> None:
     """ModernBERT's first layer has no norm before it, and DeBERTa's may have a convolution next to it."""
     source = family_checkpoint(family, tmp_path / "teacher", documents, 3)
@@ -250,7 +258,7 @@ def test_a_first_layer_that_is_another_stays_first(
         encoder = FAMILIES[family].encoder(changed, pooler=False)
         writer.save_encoder(source, encoder, source / "tokenizer.json")
     with pytest.raises(ValueError, match=f"{family}'s first layer differs from the others"):
-        start(source, {"hidden": 1.0}, layers=[1, 2], corpus=[str(corpus_file)])
+        start(source, {"hidden": 1.0}, layers=[1, 2], corpus=start.corpus)
 
 
 def test_a_layer_stays_local_or_global() -> None:
@@ -289,14 +297,10 @@ def test_which_hidden_states() -> None:
 
 
 def test_heads_come_with_the_layers(
-    joint: Path,
-    data: Mapping[str, str],
-    start: Start,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    joint: Path, start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A student gets the teacher's heads, label by label, except for heads with other labels, which are logged."""
-    heads = tables(data, "names", "answers")
+    heads = start.tables("names", "answers")
     heads["turned"] = {**heads["names"], "labels": ["Sofya", "Grace", "Emmy", "Ada"]}
     heads["mood"] = {**heads["names"], "labels": ["Sofya", "Grace", "Emmy", "Ada", "Mileva"]}
     start(joint, {"labels": 1.0}, heads=heads, lr=0.0)
@@ -318,14 +322,7 @@ def test_heads_come_with_the_layers(
 
 
 @pytest.mark.parametrize("family", ["bert", "electra", "distilbert"])
-def test_a_fresh_student(
-    family: str,
-    joint: Path,
-    data: Mapping[str, str],
-    corpus_file: Path,
-    start: Start,
-    tmp_path: Path,
-) -> None:
+def test_a_fresh_student(family: str, joint: Path, start: Start, tmp_path: Path) -> None:
     """Of any family that has the tokenizer's special tokens, and of any width."""
     small = {
         "num_hidden_layers": 1,
@@ -333,7 +330,7 @@ def test_a_fresh_student(
         "num_attention_heads": 2,
         "intermediate_size": 24,
     }
-    text = {"heads": tables(data), "corpus": [str(corpus_file)], "relation_heads": 8}
+    text = {"heads": start.tables(), "corpus": start.corpus, "relation_heads": 8}
     start(joint, {**ALL, "labels": 1.0}, preset="tiny", family=family, shape=small, steps=4, **text)
     student = reader.load_model(tmp_path / "run/checkpoint")
     assert (student.config.model_type, student.config.hidden_size) == (family, 16)
@@ -357,22 +354,24 @@ def answers(folder: Path, file: str) -> list[str]:
     "losses", [{"logits": 1.0}, {"logits": 1.0, "hidden": 0.5, "relations": 0.5}]
 )
 def test_a_student_comes_to_agree_with_its_teacher(
-    losses: dict[str, float], taught: Path, data: Mapping[str, str], start: Start, tmp_path: Path
+    losses: dict[str, float], taught: Path, start: Start, tmp_path: Path
 ) -> None:
     """From its answers alone, on texts that neither has seen: the loss falls, and agreement rises."""
-    table = {**tables(data, "names")["names"], "batch_size": 16, "dev": data["names dev"]}
+    table = {**start.tables("names")["names"], "batch_size": 16, "dev": start.data["names dev"]}
     fresh = {"preset": "tiny", "heads": {"names": table}, "shape": {"initializer_range": 0.05}}
     found = start(taught, losses, steps=60, lr=2e-3, **fresh)
     start(taught, losses, output=str(tmp_path / "before"), lr=0.0, **fresh)
     costs = history(tmp_path / "run")
     assert np.mean(costs[-5:]) < np.mean(costs[:5]) / 3
-    told = answers(taught, data["names dev"])
+    told = answers(taught, start.data["names dev"])
     agreement = [
         np.mean(
             [
                 a == b
                 for a, b in zip(
-                    answers(tmp_path / name / "checkpoint", data["names dev"]), told, strict=True
+                    answers(tmp_path / name / "checkpoint", start.data["names dev"]),
+                    told,
+                    strict=True,
                 )
             ]
         )
@@ -382,12 +381,10 @@ def test_a_student_comes_to_agree_with_its_teacher(
     assert found["heads"]["names"]["accuracy"] > 0.8
 
 
-def test_text_alone_teaches(
-    joint: Path, corpus_file: Path, data: Mapping[str, str], start: Start, tmp_path: Path
-) -> None:
+def test_text_alone_teaches(joint: Path, start: Start, tmp_path: Path) -> None:
     """The student learns vectors from sentences, and is evaluated on other rows."""
-    table = {"vectors": {"task": "embedding", "train": [], "dev": data["vectors"]}}
-    text = {"corpus": [str(corpus_file)], "heads": table, "corpus_batch_size": 16}
+    table = {"vectors": {"task": "embedding", "train": [], "dev": start.data["vectors"]}}
+    text = {"corpus": start.corpus, "heads": table, "corpus_batch_size": 16}
     found = start(joint, {"embedding": 1.0}, steps=30, lr=1e-3, num_layers=2, **text)
     costs = history(tmp_path / "run")
     assert np.mean(costs[-5:]) < np.mean(costs[:5]) / 2
@@ -398,10 +395,10 @@ def test_text_alone_teaches(
 
 @pytest.mark.parametrize("unit", get_args(distill.Unit))
 def test_text_without_heads_gives_a_bare_encoder(
-    unit: str, joint: Path, corpus_file: Path, start: Start, tmp_path: Path
+    unit: str, joint: Path, start: Start, tmp_path: Path
 ) -> None:
     """The general kind: by what is in the layers, for whatever comes after."""
-    text = {"corpus": [str(corpus_file)], "unit": unit, "corpus_batch_size": 4}
+    text = {"corpus": start.corpus, "unit": unit, "corpus_batch_size": 4}
     start(joint, {"hidden": 1.0, "relations": 1.0}, steps=20, lr=1e-3, num_layers=2, **text)
     costs = history(tmp_path / "run")
     assert np.mean(costs[-4:]) < np.mean(costs[:4]) / 1.5
@@ -463,19 +460,14 @@ def other(documents: list[list[str]], tmp_path_factory: pytest.TempPathFactory) 
 
 
 def test_answers_and_vectors_go_from_one_tokenizer_to_another(
-    joint: Path,
-    other: Path,
-    data: Mapping[str, str],
-    corpus_file: Path,
-    start: Start,
-    tmp_path: Path,
+    joint: Path, other: Path, start: Start, tmp_path: Path
 ) -> None:
     """Each text is encoded by both tokenizers, and the teacher's result is the same as alone."""
-    heads = tables(data, "names", "vectors")
+    heads = start.tables("names", "vectors")
     fresh = {
         "preset": "tiny",
         "tokenizer": str(other),
-        "corpus": [str(corpus_file)],
+        "corpus": start.corpus,
         "heads": heads,
     }
     start(joint, {"logits": 1.0, "embedding": 1.0}, steps=60, lr=1e-3, **fresh)
@@ -486,12 +478,7 @@ def test_answers_and_vectors_go_from_one_tokenizer_to_another(
 
 
 def test_both_read_the_same_texts(
-    joint: Path,
-    other: Path,
-    data: Mapping[str, str],
-    corpus_file: Path,
-    start: Start,
-    monkeypatch: pytest.MonkeyPatch,
+    joint: Path, other: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of rows and of text, each in tokens of its own."""
     read: list[list[list[int]]] = []
@@ -502,11 +489,11 @@ def test_both_read_the_same_texts(
         return look(model, encodings, *rest)
 
     monkeypatch.setattr(distillation, "run_batch", watched)
-    heads = tables(data, "names", "vectors")
+    heads = start.tables("names", "vectors")
     fresh = {
         "preset": "tiny",
         "tokenizer": str(other),
-        "corpus": [str(corpus_file)],
+        "corpus": start.corpus,
         "heads": heads,
     }
     start(joint, {"logits": 1.0, "embedding": 1.0}, steps=2, **fresh)
@@ -545,24 +532,18 @@ def test_both_read_the_same_sentences(
     ],
 )
 def test_tokens_do_not_go_from_one_tokenizer_to_another(
-    losses: dict[str, float],
-    heads: list[str],
-    message: str,
-    joint: Path,
-    other: Path,
-    data: Mapping[str, str],
-    start: Start,
+    losses: dict[str, float], heads: list[str], message: str, joint: Path, other: Path, start: Start
 ) -> None:
     """Tokens of different tokenizers do not correspond, and the error has the difference."""
     fresh = {"preset": "tiny", "tokenizer": str(other)}
     with pytest.raises(
         ValueError, match=rf"{message}.* differ in their vocabularies \(of \d+ and \d+"
     ):
-        start(joint, losses, heads=tables(data, *heads), **fresh)
+        start(joint, losses, heads=start.tables(*heads), **fresh)
 
 
 def test_normalisation_counts(
-    joint: Path, tokenizer_file: Path, data: Mapping[str, str], start: Start, tmp_path: Path
+    joint: Path, tokenizer_file: Path, start: Start, tmp_path: Path
 ) -> None:
     """The same vocabulary makes no same tokens."""
     cased = Tokenizer.from_file(str(tokenizer_file))
@@ -570,28 +551,28 @@ def test_normalisation_counts(
     cased.save(str(tmp_path / "cased.json"))
     fresh = {"preset": "tiny", "tokenizer": str(tmp_path / "cased.json")}
     with pytest.raises(ValueError, match="differ in their normalisation"):
-        start(joint, {"hidden": 1.0}, heads=tables(data, "names"), **fresh)
+        start(joint, {"hidden": 1.0}, heads=start.tables("names"), **fresh)
 
 
 @pytest.mark.parametrize("unit", ["blocks", "passages"])
 def test_blocks_are_read_by_one_tokenizer(
-    unit: str, joint: Path, other: Path, corpus_file: Path, start: Start
+    unit: str, joint: Path, other: Path, start: Start
 ) -> None:
     """They end where their tokens do, as passages do."""
     table = {"vectors": {"task": "embedding", "train": []}}
-    text = {"corpus": [str(corpus_file)], "unit": unit, "heads": table}
+    text = {"corpus": start.corpus, "unit": unit, "heads": table}
     with pytest.raises(ValueError, match=f"a corpus in {unit} is learnt token by token"):
         start(joint, {"embedding": 1.0}, preset="tiny", tokenizer=str(other), **text)
 
 
 def test_a_head_has_its_own_teacher_on_text(
-    joint: Path, other: Path, corpus_file: Path, tokenizer_file: Path, tmp_path: Path, start: Start
+    joint: Path, other: Path, tokenizer_file: Path, tmp_path: Path, start: Start
 ) -> None:
     """A head's own teacher, which may be wider than the run's teacher, distills it on plain text, too."""
     wide = shape(vocab_size=200, hidden_size=48)
     writer.save_encoder(tmp_path / "wide", Bert(wide), tokenizer_file)
     heads = {"vectors": {"task": "embedding", "train": [], "teacher": str(tmp_path / "wide")}}
-    found = start(joint, {"embedding": 1.0}, heads=heads, corpus=[str(corpus_file)], steps=2)
+    found = start(joint, {"embedding": 1.0}, heads=heads, corpus=start.corpus, steps=2)
     assert [*found["teachers"]] == [str(tmp_path / "wide")]
 
 
@@ -638,19 +619,12 @@ def test_passages_of_a_step_are_of_one_length(
 
 
 def test_single_teachers_of_a_joint_student(
-    taught: Path, data: Mapping[str, str], start: Start, tokenizer_file: Path, tmp_path: Path
+    taught: Path, start: Start, tokenizer_file: Path, tmp_path: Path
 ) -> None:
     """BAM: each head learns from its own teacher, and in the end from the labels; one has none."""
-    heads = tables(data, "names", "entities")
-    heads["names"] |= {"teacher": str(taught), "dev": data["names dev"], "batch_size": 16}
-    s = finetune.FinetuneSettings(
-        output=str(tmp_path / "joint"),
-        heads=heads,
-        init_from=str(taught),
-        anneal=True,
-        **{**QUICK, "steps": 30, "lr": 2e-3},
-    )
-    found = finetune.finetune(s)
+    heads = start.tables("names", "entities")
+    heads["names"] |= {"teacher": str(taught), "dev": start.data["names dev"], "batch_size": 16}
+    found = start.finetune(heads=heads, init_from=str(taught), anneal=True, steps=30, lr=2e-3)
     assert found["heads"]["names"]["accuracy"] > 0.8
     assert found["teachers"] == {
         str(taught): {
@@ -660,12 +634,12 @@ def test_single_teachers_of_a_joint_student(
             },
         }
     }
-    told = json.loads((tmp_path / "joint/checkpoint/provenance.json").read_text())
+    told = json.loads((tmp_path / "run/checkpoint/provenance.json").read_text())
     assert told == {"teachers": [str(taught)]}
 
 
 def test_annealing_ends_with_the_labels(
-    taught: Path, data: Mapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    taught: Path, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It begins with the teacher's answers alone, and every step gives a little to the labels."""
     shares: list[list[float]] = []
@@ -677,41 +651,26 @@ def test_annealing_ends_with_the_labels(
         return parts
 
     monkeypatch.setattr(distillation.DistillationObjective, "forward", watched)
-    heads = tables(data, "names")
+    heads = start.tables("names")
     heads["names"]["teacher"] = str(taught)
-    finetune.finetune(
-        finetune.FinetuneSettings(
-            output=str(tmp_path / "run"),
-            heads=heads,
-            init_from=str(taught),
-            anneal=True,
-            **{**QUICK, "steps": 5},
-        )
-    )
+    start.finetune(heads=heads, init_from=str(taught), anneal=True, steps=5)
     assert shares == [[step / 4, 1 - step / 4] for step in range(5)]
 
 
-def test_a_head_needs_a_teacher_that_has_it(
-    taught: Path, data: Mapping[str, str], tmp_path: Path
-) -> None:
+def test_a_head_needs_a_teacher_that_has_it(taught: Path, start: Start, tmp_path: Path) -> None:
     """Else it is said what there is."""
-    heads = tables(data, "entities")
+    heads = start.tables("entities")
     heads["entities"]["teacher"] = str(taught)
-    s = finetune.FinetuneSettings(
-        output=str(tmp_path / "run"), heads=heads, init_from=str(taught), **QUICK
-    )
     with pytest.raises(
         ValueError, match=r"heads\.entities: .* no such head: it has classification"
     ):
-        finetune.finetune(s)
+        start.finetune(heads=heads, init_from=str(taught))
 
 
-def test_maps_are_learnt(
-    joint: Path, data: Mapping[str, str], start: Start, tmp_path: Path
-) -> None:
+def test_maps_are_learnt(joint: Path, start: Start, tmp_path: Path) -> None:
     """By the rate of heads, for they are as new; and with no rate they stay what they were drawn as."""
     small = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
-    fresh = {"preset": "tiny", "shape": small, "heads": tables(data, "vectors"), "lr": 1e-3}
+    fresh = {"preset": "tiny", "shape": small, "heads": start.tables("vectors"), "lr": 1e-3}
     found = {}
     for name, rates in (("slow", {}), ("fast", {"head_lr": 1e-2}), ("none", {"lr": 0.0})):
         given = {**fresh, **rates, "output": str(tmp_path / name), "warmup": 0.0}
@@ -735,8 +694,6 @@ def test_a_resumed_run_is_an_uninterrupted_run(
     end: Callable[..., Any],
     saved: int,
     joint: Path,
-    data: Mapping[str, str],
-    corpus_file: Path,
     start: Start,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -751,8 +708,8 @@ def test_a_resumed_run_is_an_uninterrupted_run(
     settings = {
         "preset": "tiny",
         "shape": small,
-        "heads": tables(data),
-        "corpus": [str(corpus_file)],
+        "heads": start.tables(),
+        "corpus": start.corpus,
         "unit": "blocks",
         "anneal": True,
         "steps": 8,
@@ -784,11 +741,9 @@ def test_a_resumed_run_is_an_uninterrupted_run(
 # -- what a run leaves ------------------------------------------------------------------------------------------------
 
 
-def test_both_are_judged_on_the_same_rows(
-    taught: Path, data: Mapping[str, str], start: Start, tmp_path: Path
-) -> None:
+def test_both_are_judged_on_the_same_rows(taught: Path, start: Start, tmp_path: Path) -> None:
     """The results have both sizes, and the checkpoint names its teacher."""
-    table = {**tables(data, "names")["names"], "dev": data["names dev"]}
+    table = {**start.tables("names")["names"], "dev": start.data["names dev"]}
     found = start(taught, {"logits": 1.0}, heads={"mood": table}, steps=2)
     assert json.loads((tmp_path / "run/metrics.json").read_text()) == found
     known = json.loads((taught.parent / "metrics.json").read_text())
@@ -809,14 +764,14 @@ def teachers_of(output: Path) -> list[str]:
 
 
 def test_teachers_are_not_forgotten(
-    taught: Path, joint: Path, data: Mapping[str, str], start: Start, tmp_path: Path
+    taught: Path, joint: Path, start: Start, tmp_path: Path
 ) -> None:
     """Fine-tuning a student keeps its teachers' names, and so does distillation from it, once each."""
-    heads, student = tables(data, "names"), str(tmp_path / "run/checkpoint")
+    heads, student = start.tables("names"), str(tmp_path / "run/checkpoint")
     start(taught, {"logits": 1.0}, heads=heads)
 
-    tuned = {"output": str(tmp_path / "tuned"), "init_from": student, **QUICK}
-    result = finetune.finetune(finetune.FinetuneSettings(heads=tables(data, "entities"), **tuned))
+    tuned = {"output": str(tmp_path / "tuned"), "init_from": student}
+    result = start.finetune(heads=start.tables("entities"), **tuned)
     assert teachers_of(tmp_path / "tuned") == [str(taught)]
     assert "teachers" not in result
 
@@ -830,11 +785,9 @@ def test_teachers_are_not_forgotten(
         assert teachers_of(tmp_path / name) == expected
 
 
-def test_the_student_is_an_ordinary_checkpoint(
-    taught: Path, data: Mapping[str, str], start: Start, tmp_path: Path
-) -> None:
+def test_the_student_is_an_ordinary_checkpoint(taught: Path, start: Start, tmp_path: Path) -> None:
     """Anyone's library opens it, and it answers there as here."""
-    start(taught, {"logits": 1.0}, heads=tables(data, "names"))
+    start(taught, {"logits": 1.0}, heads=start.tables("names"))
     folder = tmp_path / "run/checkpoint"
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     text = TEXTS[5]
@@ -924,29 +877,26 @@ def test_what_cannot_be_learnt(
     settings: dict[str, Any],
     message: str,
     joint: Path,
-    corpus_file: Path,
     start: Start,
     tmp_path: Path,
 ) -> None:
     """Is said before anything is trained."""
     with pytest.raises(ValueError, match=message):
-        start(joint, losses, **{"corpus": [str(corpus_file)], **settings})
+        start(joint, losses, **{"corpus": start.corpus, **settings})
     assert not (tmp_path / "run").exists()
 
 
-def test_a_head_that_nothing_teaches(joint: Path, data: Mapping[str, str], start: Start) -> None:
+def test_a_head_that_nothing_teaches(joint: Path, start: Start) -> None:
     """Its labels do not count, and the teacher has no such head."""
-    heads = tables(data, "names")
+    heads = start.tables("names")
     heads["letters"] = {**heads["names"], "labels": ["Ada", "Emmy", "Grace", "Sofya", "Lise"]}
     with pytest.raises(ValueError, match=r"heads\.letters: neither its labels nor a teacher's"):
         start(joint, {"logits": 1.0}, heads=heads)
 
 
-def test_a_teacher_whose_answers_do_not_count(
-    taught: Path, data: Mapping[str, str], start: Start
-) -> None:
+def test_a_teacher_whose_answers_do_not_count(taught: Path, start: Start) -> None:
     """It was named for nothing."""
-    heads = tables(data, "names")
+    heads = start.tables("names")
     heads["names"]["teacher"] = str(taught)
     with pytest.raises(
         ValueError, match=r"heads\.names: it has a teacher, and losses\.logits counts"
@@ -954,14 +904,14 @@ def test_a_teacher_whose_answers_do_not_count(
         start(taught, {"hidden": 1.0}, heads=heads)
 
 
-def test_a_teacher_that_is_too_short(joint: Path, data: Mapping[str, str], start: Start) -> None:
+def test_a_teacher_that_is_too_short(joint: Path, start: Start) -> None:
     """Its positions are as many as they are."""
     with pytest.raises(ValueError, match="has 64 positions for 100 tokens"):
-        start(joint, {"logits": 1.0}, heads=tables(data, "names"), preset="tiny", max_length=100)
+        start(joint, {"logits": 1.0}, heads=start.tables("names"), preset="tiny", max_length=100)
 
 
 def test_albert_with_several_groups(
-    documents: list[list[str]], corpus_file: Path, start: Start, tmp_path: Path
+    documents: list[list[str]], start: Start, tmp_path: Path
 ) -> None:
     """An ALBERT with several groups, whose layers share parameters."""
     source = family_checkpoint("albert", tmp_path / "teacher", documents, 4)
@@ -970,7 +920,7 @@ def test_albert_with_several_groups(
         source, FAMILIES["albert"].encoder(grouped, pooler=False), source / "tokenizer.json"
     )
     with pytest.raises(ValueError, match="layers: 2 groups of layers share them"):
-        start(source, {"hidden": 1.0}, corpus=[str(corpus_file)])
+        start(source, {"hidden": 1.0}, corpus=start.corpus)
 
 
 def test_the_shipped_settings_are_read() -> None:

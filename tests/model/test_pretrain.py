@@ -5,8 +5,8 @@ import json
 import math
 import re
 import shutil
-import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,8 @@ from tests.model.helpers import (
     TOLERANCE,
     interrupted,
     perturb,
-    run_with_signal,
     shape,
+    stopped,
     watch_steps,
 )
 from tests.model.report.test_page import EXTERNAL
@@ -173,9 +173,10 @@ def options(output: Path, arguments: dict[str, Any]) -> list[str]:
     return [part for k, v in values for part in (k, v if isinstance(v, str) else json.dumps(v))]
 
 
-def run(monkeypatch: pytest.MonkeyPatch, output: Path, arguments: dict[str, Any]) -> None:
-    monkeypatch.setattr(sys, "argv", ["pretrain", *options(output, arguments)])
-    pretrain.main()
+def run(output: Path, arguments: dict[str, Any]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["pretrain", *options(output, arguments)])
+        pretrain.main()
 
 
 def last(output: Path) -> dict[str, Any]:
@@ -196,23 +197,19 @@ def tensors(state: Any) -> list[torch.Tensor]:
     [("bert", "adamw"), ("bert", "muon"), ("albert", "adamw"), ("electra", "adamw")],
 )
 def test_resumed_is_uninterrupted(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    arguments: dict[str, Any],
-    family: str,
-    optimizer: str,
+    tmp_path: Path, arguments: dict[str, Any], family: str, optimizer: str
 ) -> None:
     """A run killed two steps after it saved ends, resumed, with the same losses bit by bit.
 
     Whatever was drawn meanwhile, as the tokens of ELECTRA's generator are when it is evaluated.
     """
     arguments = {**arguments, "optimizer": optimizer, "family": family, "eval_every": 5}
-    run(monkeypatch, tmp_path / "whole", arguments)
+    run(tmp_path / "whole", arguments)
 
     with interrupted(at=5):
-        run(monkeypatch, tmp_path / "parts", arguments)
+        run(tmp_path / "parts", arguments)
     assert last(tmp_path / "parts")["step"] == 3
-    run(monkeypatch, tmp_path / "parts", arguments)
+    run(tmp_path / "parts", arguments)
 
     whole, parts = last(tmp_path / "whole"), last(tmp_path / "parts")
     assert len(whole["history"]) == 8
@@ -221,24 +218,20 @@ def test_resumed_is_uninterrupted(
     assert all(torch.equal(parts["model"][name], t) for name, t in whole["model"].items())
     assert all(map(torch.equal, tensors(parts["optimizer"]), tensors(whole["optimizer"])))
 
-    run(monkeypatch, tmp_path / "parts", arguments)  # when nothing is left to do
+    run(tmp_path / "parts", arguments)  # when nothing is left to do
     found = [json.loads((tmp_path / n / "metrics.json").read_text()) for n in ("whole", "parts")]
     assert found[0]["fixed_batches"] == found[1]["fixed_batches"]
 
 
 def test_text_is_held_out(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    arguments: dict[str, Any],
-    corpus_file: Path,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, arguments: dict[str, Any], corpus_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A share of the documents is not trained on: losses and accuracies on it are logged and written."""
     texts = corpus_file.read_text(encoding="utf-8").split("\n\n")
     many = tmp_path / "many.txt"
     many.write_text("\n\n".join(texts[n % len(texts)] for n in range(40)))
     arguments |= {"corpus": [str(many)], "steps": 2, "held_out": 0.1}
-    run(monkeypatch, tmp_path / "run", arguments)
+    run(tmp_path / "run", arguments)
 
     lines = capsys.readouterr().out
     assert re.search(
@@ -251,9 +244,7 @@ def test_text_is_held_out(
 
 
 @pytest.mark.parametrize("family", ["bert", "electra", "roberta"])
-def test_report(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any], family: str
-) -> None:
+def test_report(tmp_path: Path, arguments: dict[str, Any], family: str) -> None:
     """The page has curves, predictions for masked tokens over the steps, also before a pause, and attention."""
     tokenizer_file = arguments["tokenizer"]
     if family == "roberta":
@@ -263,8 +254,8 @@ def test_report(
     more = {"family": family, "eval_every": 2, "steps": 6, "tokenizer": tokenizer_file}
     more["max_position_embeddings"] = 34
     with interrupted(at=4):
-        run(monkeypatch, tmp_path / "run", arguments | more)
-    run(monkeypatch, tmp_path / "run", arguments | more)
+        run(tmp_path / "run", arguments | more)
+    run(tmp_path / "run", arguments | more)
 
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert not EXTERNAL.search(page)
@@ -273,34 +264,24 @@ def test_report(
     assert [] == [text for text in (*shown, *steps, "data:image/png;base64,") if text not in page]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
-)
-def test_a_signaled_run_is_an_uninterrupted_run(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    arguments: dict[str, Any],
-    number: signal.Signals,
-    status: int,
+@pytest.mark.parametrize(("end", "saved"), [(interrupted, 3), (stopped, 5)])
+def test_a_stopped_run_has_a_checkpoint(
+    tmp_path: Path, arguments: dict[str, Any], end: Callable[..., Any], saved: int
 ) -> None:
     """Every save writes a checkpoint that fine-tuning and `fill` read; resumed, the run has the same bytes."""
-    run(monkeypatch, tmp_path / "whole", arguments)
+    run(tmp_path / "whole", arguments)
     cut = tmp_path / "cut"
 
-    ended = run_with_signal("model.pretrain", number, *options(cut, arguments), step=4)
-    assert ended.returncode == status, ended.stderr
-    saved = 3 if number == signal.SIGKILL else 5
+    with end(at=4):
+        run(cut, arguments)
     assert last(cut)["step"] == saved
-    if number != signal.SIGKILL:
-        assert f"{number.name}: stopped after step 5 of 8" in ended.stdout
-        assert (cut / "loss.png").is_file()
+    assert (cut / "loss.png").is_file() is (end is stopped)
     assert json.loads((cut / "checkpoint/training_settings.json").read_text())["step"] == saved
     folder = cut / "checkpoint"
     masked = reader.load_pretraining(folder)
     assert len(fill.fill(masked, fill.read_encoder(folder), "Ada [MASK].", 3)[0]) == 3
     reader.init_from(EncoderWithHeads(reader.read_config(folder), {}), folder)
-    run(monkeypatch, cut, arguments)
+    run(cut, arguments)
 
     paths = [tmp_path / name / "checkpoint/model.safetensors" for name in ("cut", "whole")]
     assert paths[0].read_bytes() == paths[1].read_bytes()
@@ -308,39 +289,34 @@ def test_a_signaled_run_is_an_uninterrupted_run(
 
 
 def test_another_run_into_the_same_directory_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any], corpus_file: Path
+    tmp_path: Path, arguments: dict[str, Any], corpus_file: Path
 ) -> None:
     """A corpus with other text is another run, also under the same name; --fresh begins anew."""
     text = tmp_path / "text.txt"
     text.write_text(corpus_file.read_text())
     arguments = {**arguments, "corpus": [str(text)], "steps": 2}
-    run(monkeypatch, tmp_path / "run", arguments)
+    run(tmp_path / "run", arguments)
     text.write_text(corpus_file.read_text() + "Ada sold it.\n")
     with pytest.raises(SystemExit, match=r"corpus: .*text\.txt has changed: SHA-256"):
-        run(monkeypatch, tmp_path / "run", arguments)
-    run(monkeypatch, tmp_path / "run", {**arguments, "fresh": True, "steps": 1})
+        run(tmp_path / "run", arguments)
+    run(tmp_path / "run", {**arguments, "fresh": True, "steps": 1})
     assert len(last(tmp_path / "run")["history"]) == 1
 
 
-def test_dropout_is_on(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any]
-) -> None:
+def test_dropout_is_on(tmp_path: Path, arguments: dict[str, Any]) -> None:
     """The same run without dropout has other losses: what is resumed equally is drawn at random."""
     short = {**arguments, "steps": 1}
-    run(monkeypatch, tmp_path / "on", short)
-    run(monkeypatch, tmp_path / "off", {**short, "dropout": 0.0})
+    run(tmp_path / "on", short)
+    run(tmp_path / "off", {**short, "dropout": 0.0})
 
     assert last(tmp_path / "on")["history"] != last(tmp_path / "off")["history"]
 
 
 def test_what_a_run_leaves(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    arguments: dict[str, Any],
-    drawn: PretrainingBatch,
+    tmp_path: Path, arguments: dict[str, Any], drawn: PretrainingBatch
 ) -> None:
     """A run writes metrics and a resumable checkpoint that transformers reads, with the teachers' names."""
-    run(monkeypatch, tmp_path / "first", {**arguments, "steps": 2})
+    run(tmp_path / "first", {**arguments, "steps": 2})
     folder = tmp_path / "first" / "checkpoint"
 
     peer, report = transformers.AutoModelForPreTraining.from_pretrained(
@@ -357,7 +333,7 @@ def test_what_a_run_leaves(
     told = '{\n  "teachers": [\n    "a large model"\n  ]\n}\n'
     (folder / "provenance.json").write_text(told)
     further = {**arguments, "init_from": str(folder), "lr": 1e-9, "steps": 1}
-    run(monkeypatch, tmp_path / "second", further)
+    run(tmp_path / "second", further)
     assert (tmp_path / "second/checkpoint/provenance.json").read_text() == told
     kept, first = last(tmp_path / "second")["model"], last(tmp_path / "first")["model"]
     torch.testing.assert_close(kept, first, rtol=0, atol=1e-8)
@@ -368,7 +344,7 @@ def test_a_checkpoint_is_replaced_whole(
 ) -> None:
     """A run that cannot write its own leaves the one that there was; one that can leaves nothing of it."""
     output, folder = tmp_path / "run", tmp_path / "run" / "checkpoint"
-    run(monkeypatch, output, {**arguments, "family": "electra", "steps": 1})
+    run(output, {**arguments, "family": "electra", "steps": 1})
     (output / "last.pt").unlink()
     electra = contents(folder)
 
@@ -378,10 +354,10 @@ def test_a_checkpoint_is_replaced_whole(
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "copyfile", full_disk)
         with pytest.raises(SystemExit, match="no space"):
-            run(monkeypatch, output, {**arguments, "steps": 1})
+            run(output, {**arguments, "steps": 1})
     assert contents(folder) == electra
 
-    run(monkeypatch, output, {**arguments, "steps": 1})
+    run(output, {**arguments, "steps": 1})
     assert json.loads((folder / "config.json").read_text())["model_type"] == "bert"
     assert not (folder / "generator").exists()
     assert [path.name for path in output.glob("checkpoint*")] == ["checkpoint"]
@@ -391,13 +367,11 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_it_learns(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any]
-) -> None:
+def test_it_learns(tmp_path: Path, arguments: dict[str, Any]) -> None:
     """Thirty steps on made-up text take a fifth off the loss that guessing has."""
     longer = {"steps": 30, "batch_tokens": 384, "next_sentence": False, "dropout": 0.0, "lr": 5e-3}
 
-    run(monkeypatch, tmp_path / "run", {**arguments, **longer, "phases": [[1, 32]]})
+    run(tmp_path / "run", {**arguments, **longer, "phases": [[1, 32]]})
 
     losses = [loss for _, loss in last(tmp_path / "run")["history"]]
     guessing = math.log(Tokenizer.from_file(arguments["tokenizer"]).get_vocab_size())
@@ -418,8 +392,8 @@ def test_weights_of_losses(
 
     monkeypatch.setattr(TrainingRun, "step", listen)
     short = {**arguments, "steps": 1, "family": "electra"}
-    run(monkeypatch, tmp_path / "own", short)
-    run(monkeypatch, tmp_path / "asked", {**short, "weights": {"rtd": 2.5}})
+    run(tmp_path / "own", short)
+    run(tmp_path / "asked", {**short, "weights": {"rtd": 2.5}})
 
     own, asked = told
     assert own["loss"] == pytest.approx(own["mlm"] + 50 * own["rtd"])
@@ -443,24 +417,20 @@ def test_share_of_hidden_tokens(
         "samples",
         lambda self, **named: made.append(named["rate"]) or drawn(self, **named),
     )
-    run(monkeypatch, tmp_path / "run", {**arguments, "steps": 1, "family": family})
+    run(tmp_path / "run", {**arguments, "steps": 1, "family": family})
     assert set(made) == {rate}
 
 
 @pytest.mark.parametrize("had", [True, False])
 @pytest.mark.parametrize("wanted", [True, False])
 def test_next_sentences_and_dropout_are_as_set(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    arguments: dict[str, Any],
-    had: bool,
-    wanted: bool,
+    tmp_path: Path, arguments: dict[str, Any], had: bool, wanted: bool
 ) -> None:
     """The settings replace the checkpoint's; weights of both continue."""
     first = {**arguments, "steps": 1, "next_sentence": had}
-    run(monkeypatch, tmp_path / "first", first)
+    run(tmp_path / "first", first)
     settings = {"init_from": str(tmp_path / "first/checkpoint"), "lr": 1e-9, "dropout": 0.0}
-    run(monkeypatch, tmp_path / "second", {**first, **settings, "next_sentence": wanted})
+    run(tmp_path / "second", {**first, **settings, "next_sentence": wanted})
 
     config = json.loads((tmp_path / "second/checkpoint/config.json").read_text())
     states = [last(tmp_path / name)["model"] for name in ("first", "second")]
@@ -473,14 +443,11 @@ def test_next_sentences_and_dropout_are_as_set(
         torch.testing.assert_close(states[1][name], states[0][name], rtol=0, atol=1e-8)
 
 
-def test_heads_that_match(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any]
-) -> None:
+def test_heads_that_match(tmp_path: Path, arguments: dict[str, Any]) -> None:
     """Token-matching heads are made in the configured number of layers, and training continues from them."""
     settings = {"family": "nomic_bert", "steps": 1, "lr": 1e-9}
     for layers in (0, 1):
         run(
-            monkeypatch,
             tmp_path / str(layers),
             {**arguments, **settings, "matching_layers": layers},
         )
@@ -504,7 +471,7 @@ def test_the_recipe_is_followed(
 
     monkeypatch.setattr(pretrain, "losses", counted)
     recipe = {"steps": 10, "lr": 1e-3, "warmup": 0.2, "clip": 0.01, "mask_rate": 0.4}
-    run(monkeypatch, tmp_path / "run", {**arguments, **recipe})
+    run(tmp_path / "run", {**arguments, **recipe})
 
     planned = [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]
     assert [rate for [rate] in rates] == pytest.approx([1e-3 * share for share in planned])
@@ -530,7 +497,7 @@ def test_fewer_and_fewer_are_hidden(
     monkeypatch.setattr(pretrain.Trainer, "step", stepped)
     monkeypatch.setattr(pretrain, "evaluate", evaluated)
     recipe = {"mask_rate": 0.5, "final_mask_rate": 0.1, "steps": 5, "phases": [[1.0, 32]]}
-    run(monkeypatch, tmp_path / "run", {**arguments, **recipe, "family": "nomic_bert"})
+    run(tmp_path / "run", {**arguments, **recipe, "family": "nomic_bert"})
 
     room = 30 / 32  # without [CLS] and [SEP]
     assert trained == pytest.approx([rate * room for rate in (0.5, 0.4, 0.3, 0.2, 0.1)], abs=0.02)
@@ -554,7 +521,7 @@ def test_minutes(
     monkeypatch.setattr(pretrain.time, "monotonic", lambda: next(seconds))
     del arguments["steps"]
     phases = [[0.25, 16], [0.75, 32, 64]]
-    run(monkeypatch, tmp_path / "run", {**arguments, "phases": phases, "minutes": 0.025})
+    run(tmp_path / "run", {**arguments, "phases": phases, "minutes": 0.025})
 
     plan = json.loads((tmp_path / "run/plan.json").read_text())
     each = 0.5 / 3  # between two looks at the clock, three steps
@@ -566,14 +533,14 @@ def test_minutes(
     assert len(last(tmp_path / "run")["history"]) == plan["steps"] == 9
 
     planned = {**arguments, "phases": phases, "steps": plan["steps"]}
-    run(monkeypatch, tmp_path / "steps", planned)
+    run(tmp_path / "steps", planned)
     assert last(tmp_path / "steps")["history"] == last(tmp_path / "run")["history"]
 
-    run(monkeypatch, tmp_path / "run", {**arguments, "phases": phases, "minutes": 0.05})
+    run(tmp_path / "run", {**arguments, "phases": phases, "minutes": 0.05})
     assert len(last(tmp_path / "run")["history"]) == 2 * plan["steps"]  # at the measured speed
 
     (tmp_path / "run/last.pt").unlink()  # which begins anew
-    run(monkeypatch, tmp_path / "run", {**arguments, "phases": phases, "minutes": 0.05})
+    run(tmp_path / "run", {**arguments, "phases": phases, "minutes": 0.05})
     assert len(last(tmp_path / "run")["history"]) == 2 * plan["steps"]
 
 
@@ -592,7 +559,7 @@ def test_phases_of_a_run(
 
     monkeypatch.setattr(pretrain.Trainer, "step", listen)
     phases = {"phases": [[0.5, 16, 64], [0.25, 16], [0.25, 32]], "steps": 4, "next_sentence": False}
-    run(monkeypatch, tmp_path / "run", {**arguments, **phases})
+    run(tmp_path / "run", {**arguments, **phases})
 
     assert drawn == [(16,) * 4] * 2 + [(16,) * 8] + [(32,) * 4]
 
@@ -606,7 +573,7 @@ def test_whole_words(
     monkeypatch.setattr(pretrain, "Sampler", lambda *given: known.append(given[-1]) or make(*given))
     for asked in (False, True):
         short = {**arguments, "steps": 1, "whole_words": asked}
-        run(monkeypatch, tmp_path / str(asked), short)
+        run(tmp_path / str(asked), short)
 
     goes_on = pretraining_batches.continues(Tokenizer.from_file(arguments["tokenizer"]))
     assert known == [None, goes_on]
@@ -659,7 +626,6 @@ def test_compiling(
     ],
 )
 def test_mistakes_are_reported(
-    monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     arguments: dict[str, Any],
     capsys: pytest.CaptureFixture[str],
@@ -668,17 +634,13 @@ def test_mistakes_are_reported(
 ) -> None:
     """In one line, before anything is written."""
     with pytest.raises(SystemExit) as ended:
-        run(monkeypatch, tmp_path / "run", {**arguments, **fields})
+        run(tmp_path / "run", {**arguments, **fields})
     assert message in f"{ended.value} {capsys.readouterr().err}"
     assert not (tmp_path / "run").exists()
 
 
 def test_goes_on_with_the_same_tokens(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    arguments: dict[str, Any],
-    small_tokenizer: Tokenizer,
-    tokenizer_file: Path,
+    tmp_path: Path, arguments: dict[str, Any], small_tokenizer: Tokenizer, tokenizer_file: Path
 ) -> None:
     """A checkpoint whose tokens have other numbers is refused, be there as many of them."""
     begun = tmp_path / "begun"
@@ -693,7 +655,7 @@ def test_goes_on_with_the_same_tokens(
     (begun / "tokenizer.json").write_text(json.dumps(told))
 
     with pytest.raises(SystemExit, match="begun knows other tokens than"):
-        run(monkeypatch, tmp_path / "run", {**arguments, "init_from": str(begun)})
+        run(tmp_path / "run", {**arguments, "init_from": str(begun)})
 
 
 @pytest.mark.parametrize(
@@ -722,6 +684,6 @@ def test_what_does_not_fit(
     pretrain.writer.save_pretraining("other", other, tokenizer_file)
 
     with pytest.raises(SystemExit, match=message):
-        run(monkeypatch, tmp_path / "run", {**arguments, **fields})
+        run(tmp_path / "run", {**arguments, **fields})
 
     assert not (tmp_path / "run").exists()
