@@ -77,14 +77,23 @@ def files(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def assert_refused(status: int, said: str, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Status 1, one line with the reason, and no file next to OUT, in it, or among temporary files."""
-    errors = capsys.readouterr().err
-    assert (1, 1) == (status, errors.count("\n"))
-    assert errors.startswith("export: ")
-    assert said in errors
-    assert [] == [*out.parent.iterdir()]
-    assert [] == [*(out.parent.parent / "scratch").iterdir()]
+Refused = Callable[..., None]
+
+
+@pytest.fixture
+def assert_refused(out: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Export: status 1, one line with the reason, and no file next to OUT, in it, or among temporary files."""
+
+    def check(said: str, checkpoint: Path, *flags: str | Path) -> None:
+        status = export(checkpoint, out, *flags)
+        errors = capsys.readouterr().err
+        assert (1, 1) == (status, errors.count("\n"))
+        assert errors.startswith("export: ")
+        assert said in errors
+        assert [] == [*out.parent.iterdir()]
+        assert [] == [*(out.parent.parent / "scratch").iterdir()]
+
+    return check
 
 
 # -- what is written ------------------------------------------------------------------------------
@@ -316,11 +325,11 @@ def test_a_checkpoint_without_teachers(tiny_bundle: Path) -> None:
 
 
 def test_teachers_have_names(
-    tiny_checkpoint: Path, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_checkpoint: Path, tmp_path: Path, assert_refused: Refused
 ) -> None:
     """Anything else is refused before anything is traced."""
     student = taught_copy(tiny_checkpoint, '{"teachers": [7]}', tmp_path / "student")
-    assert_refused(export(student, out), "teachers: [7] is no list of names", out, capsys)
+    assert_refused("teachers: [7] is no list of names", student)
 
 
 # -- replacing ------------------------------------------------------------------------------------
@@ -459,17 +468,16 @@ REFUSED: dict[str, tuple[Spoil, list[str], str]] = {
 def test_refusals(
     case: str,
     tiny_checkpoint: Path,
-    out: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    assert_refused: Refused,
 ) -> None:
     """A refused export ends with one line that has the option or file."""
     spoil, flags, said = REFUSED[case]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     checkpoint = shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")
     spoil(checkpoint)
-    assert_refused(export(checkpoint, out, *flags), said, out, capsys)
+    assert_refused(said, checkpoint, *flags)
 
 
 @pytest.mark.parametrize(
@@ -488,17 +496,11 @@ def test_refusals(
     ],
 )
 def test_refused_provenance(
-    text: str,
-    said: str,
-    tiny_checkpoint: Path,
-    out: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    text: str, said: str, tiny_checkpoint: Path, tmp_path: Path, assert_refused: Refused
 ) -> None:
     """A provenance file that says what a manifest cannot hold is refused by its field."""
     (tmp_path / "told.toml").write_text(text)
-    status = export(tiny_checkpoint, out, "--provenance", tmp_path / "told.toml")
-    assert_refused(status, said, out, capsys)
+    assert_refused(said, tiny_checkpoint, "--provenance", tmp_path / "told.toml")
 
 
 def test_shipped_provenance_is_the_lock_s() -> None:
@@ -531,22 +533,15 @@ def scale_weights(proto: onnx.ModelProto, name: str, factor: float | np.ndarray)
 
 
 def test_parity_failure(
-    tiny_checkpoint: Path,
-    out: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, assert_refused: Refused
 ) -> None:
     """A graph that does not answer as PyTorch does is never written."""
     break_graph(monkeypatch)
-    status = export(tiny_checkpoint, out)
-    assert_refused(status, "fp32 packed: head sentiment differs from PyTorch by ", out, capsys)
+    assert_refused("fp32 packed: head sentiment differs from PyTorch by ", tiny_checkpoint)
 
 
 def test_portable_parity_failure(
-    tiny_checkpoint: Path,
-    out: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, assert_refused: Refused
 ) -> None:
     """Nor is a bundle whose portable graph alone is wrong."""
 
@@ -557,15 +552,11 @@ def test_portable_parity_failure(
 
     monkeypatch.setattr(pipeline, "make_portable", broken)
     monkeypatch.setattr(trace_graphs, "save_sharing_weights", save_apart)
-    status = export(tiny_checkpoint, out)
-    assert_refused(status, "fp32 portable: head sentiment differs from PyTorch by ", out, capsys)
+    assert_refused("fp32 portable: head sentiment differs from PyTorch by ", tiny_checkpoint)
 
 
 def test_half_parity_failure(
-    tiny_checkpoint: Path,
-    out: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, assert_refused: Refused
 ) -> None:
     """Nor is one whose graph for CUDA is another model's: here every position is the next one's."""
     proto = trace_graphs.export_cuda(load_model(tiny_checkpoint))
@@ -573,8 +564,9 @@ def test_half_parity_failure(
     rolled = np.roll(numpy_helper.to_array(table), 1, axis=0)
     table.CopyFrom(numpy_helper.from_array(rolled, table.name))
     monkeypatch.setattr(trace_graphs, "export_cuda", lambda _: proto)
-    status = export(tiny_checkpoint, out, "--precision", "fp32", "fp16")
-    assert_refused(status, "fp16 packed: head sentiment has cosine", out, capsys)
+    assert_refused(
+        "fp16 packed: head sentiment has cosine", tiny_checkpoint, "--precision", "fp32", "fp16"
+    )
 
 
 def save_apart(graphs: dict[Path, onnx.ModelProto], weights: Path) -> None:
@@ -586,11 +578,7 @@ def save_apart(graphs: dict[Path, onnx.ModelProto], weights: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32 packed", "int8 packed"])
 def test_batch_dependence_is_an_error(
-    precision: str,
-    tiny_checkpoint: Path,
-    out: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    precision: str, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, assert_refused: Refused
 ) -> None:
     """A graph whose answers depend on the batch is never written."""
     whole = verify.check_batch_invariance
@@ -605,8 +593,7 @@ def test_batch_dependence_is_an_error(
         return whole(swayed, encodings, what)
 
     monkeypatch.setattr(verify, "check_batch_invariance", check)
-    status = export(tiny_checkpoint, out)
-    assert_refused(status, f"{precision}: answers differ by ", out, capsys)
+    assert_refused(f"{precision}: answers differ by ", tiny_checkpoint)
 
 
 # -- int8 on labelled data ------------------------------------------------------------------------
@@ -666,44 +653,37 @@ def test_metrics(tiny_checkpoint: Path, out: Path, tmp_path: Path, decided: dict
 
 
 def test_int8_that_is_wrong_is_refused(
-    tiny_checkpoint: Path,
-    out: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, assert_refused: Refused
 ) -> None:
     """Without any rows, too: what it answers to the goldens is no rounding of what PyTorch does."""
     break_int8(monkeypatch)
-    assert_refused(export(tiny_checkpoint, out), "int8 packed: head sentiment has", out, capsys)
+    assert_refused("int8 packed: head sentiment has", tiny_checkpoint)
 
 
 def test_int8_that_loses_is_refused(
     tiny_checkpoint: Path,
-    out: Path,
     tmp_path: Path,
     decided: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    assert_refused: Refused,
 ) -> None:
     """More than a point of the head's metric lost at int8 ends the export."""
     break_int8(monkeypatch)
     monkeypatch.setattr(verify, "INT8_COSINE", -1)
     data = write_rows(tmp_path / "dev.jsonl", decided)
-    status = export(tiny_checkpoint, out, "--eval", data, "--max-changed", "1")
-    assert_refused(status, "sentiment: int8 loses ", out, capsys)
+    assert_refused("sentiment: int8 loses ", tiny_checkpoint, "--eval", data, "--max-changed", "1")
 
 
 def test_int8_that_changes_answers_is_refused(
     tiny_checkpoint: Path,
-    out: Path,
     tmp_path: Path,
     decided: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    assert_refused: Refused,
 ) -> None:
     """So do too many changed answers, though the metric be the same."""
     break_int8(monkeypatch)
     monkeypatch.setattr(verify, "INT8_COSINE", -1)
     wrong = {t: "negative" if label == "neutral" else "neutral" for t, label in decided.items()}
     data = write_rows(tmp_path / "dev.jsonl", wrong)
-    status = export(tiny_checkpoint, out, "--eval", data)
-    assert_refused(status, "of answers, allowed 5.0% (--max-changed)", out, capsys)
+    assert_refused("of answers, allowed 5.0% (--max-changed)", tiny_checkpoint, "--eval", data)
