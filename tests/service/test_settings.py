@@ -32,12 +32,6 @@ def test_bundles_are_separated_like_a_path(monkeypatch: pytest.MonkeyPatch) -> N
     assert Settings().bundles == (Path("bundles/a"), Path("bundles/b"))
 
 
-def test_arguments_win_over_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command line overrides the environment."""
-    monkeypatch.setenv("QUARTET_PORT", "1")
-    assert Settings(port=2).port == 2
-
-
 def test_settings_are_frozen() -> None:
     """A setting cannot be changed after it was read."""
     with pytest.raises(ValidationError, match="frozen"):
