@@ -1,7 +1,6 @@
 """HTTP and inference in separate processes: a process that dies is replaced, and all end together."""
 
 import http.client
-import json
 import os
 import re
 import shutil
@@ -85,25 +84,6 @@ def test_requests_under_way_are_asked_again(tiny: Server, tiny_bundle: Path) -> 
         answers = [one.result(60) for one in asked]
     for answer, expected in zip(answers, expected_ones["embeddings"], strict=True):
         assert answer["embeddings"][0] == pytest.approx(expected, abs=1e-5)
-
-
-def test_lines_go_on_after_a_loss(tiny_bundle: Path) -> None:
-    """An interrupted NDJSON stream continues with the missing lines, and no line is sent twice."""
-    texts = [samples.text(60 + number % 40, seed=number) for number in range(1000)]
-    headers = {"Content-Type": "application/json", "Accept": "application/x-ndjson"}
-    with serving(tiny_bundle) as server:
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-        connection.request("POST", "/embed", json.dumps({"inputs": texts}), headers)
-        answer = connection.getresponse()
-        lines = [json.loads(answer.readline())]
-        (inference,) = children(server)["inference"]
-        os.kill(inference, signal.SIGKILL)
-        lines += map(json.loads, answer)
-        connection.close()
-        assert [inference] != children(server)["inference"]
-    *results, summary = lines
-    assert [*range(1000)] == sorted(result["index"] for result in results)
-    assert 1000 == summary["usage"]["windows"]
 
 
 @pytest.mark.promise(

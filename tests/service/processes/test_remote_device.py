@@ -144,11 +144,15 @@ class Pair:
         self.serving = asyncio.create_task(serve(self.peers, ControlChannel(end)))
         self.reporting = asyncio.create_task(self.peers.report_load())
 
-    async def connect(self) -> None:
+    async def link(self, remote: RemoteDevice | None = None) -> None:
+        """Connect an HTTP process's part with a new socket."""
         ours, theirs = socket.socketpair()
         self.control.send(PEER, theirs)
         theirs.close()
-        await self.remote.connect(ours)
+        await (remote or self.remote).connect(ours)
+
+    async def connect(self) -> None:
+        await self.link()
         await until(lambda: self.remote.load().ready)
 
     def lose(self) -> None:
@@ -540,10 +544,7 @@ async def test_metrics_of_several_processes_add_up() -> None:
     async with pair() as both:
         other = RemoteDevice()
         following = asyncio.create_task(other.follow(FakeSubscriber()))
-        ours, theirs = socket.socketpair()
-        both.control.send(PEER, theirs)
-        theirs.close()
-        await other.connect(ours)
+        await both.link(other)
         await until(lambda: other.load().ready)
         await following
         first, second = RemoteMetrics(both.remote), RemoteMetrics(other)
@@ -648,10 +649,7 @@ async def test_the_first_model_table_must_be_adopted() -> None:
     """An HTTP process that cannot adopt it does not start."""
     both = Pair()
     both.subscriber.error = ValueError("the tokenizer cannot be read")
-    ours, theirs = socket.socketpair()
-    both.control.send(PEER, theirs)
-    theirs.close()
-    await both.remote.connect(ours)
+    await both.link()
     with pytest.raises(ValueError, match="the tokenizer cannot be read"):
         await both.following
     both.lose()
@@ -660,8 +658,11 @@ async def test_the_first_model_table_must_be_adopted() -> None:
     both.reporting.cancel()
 
 
-async def test_a_bundle_is_left_when_its_last_request_is_answered(texts: BundleTexts) -> None:
-    """All HTTP processes are waited for."""
+@pytest.mark.parametrize("dies", [False, True])
+async def test_a_bundle_is_left_when_its_last_request_is_answered(
+    texts: BundleTexts, dies: bool
+) -> None:
+    """All HTTP processes are waited for, but no dead one; neither is it by the next activation."""
     async with pair() as both:
         both.subscriber.hold.clear()
         await both.peers.adopt((model("tiny@1"),), {"tiny@1": texts})
@@ -669,19 +670,10 @@ async def test_a_bundle_is_left_when_its_last_request_is_answered(texts: BundleT
         leaving = asyncio.create_task(both.peers.left("tiny@1"))
         await asyncio.sleep(0.05)
         assert not leaving.done()
-        both.subscriber.hold.set()
-        await asyncio.wait_for(leaving, 30)
-
-
-async def test_a_dead_process_is_not_waited_for(texts: BundleTexts) -> None:
-    """It delays neither the unloading of a bundle nor the activation of another one."""
-    async with pair() as both:
-        both.subscriber.hold.clear()
-        await both.peers.adopt((model("tiny@1"),), {"tiny@1": texts})
-        await both.peers.adopt((), {})
-        leaving = asyncio.create_task(both.peers.left("tiny@1"))
-        await asyncio.sleep(0.05)
-        both.lose()
+        if dies:
+            both.lose()
+        else:
+            both.subscriber.hold.set()
         await asyncio.wait_for(leaving, 30)
         await asyncio.wait_for(both.peers.adopt((), {}), 30)
 
@@ -734,10 +726,7 @@ async def test_an_unexpected_error_in_an_adoption_closes_the_channel(
         both.lose()
         await until(lambda: not both.remote.connected)
         both.subscriber.error = RuntimeError("our bug")
-        ours, theirs = socket.socketpair()
-        both.control.send(PEER, theirs)
-        theirs.close()
-        await both.remote.connect(ours)
+        await both.link()
         await until(lambda: not both.remote.connected)
         assert "unexpected error" in [line["event"] for line in lines]
         both.subscriber.error = None
@@ -751,10 +740,7 @@ async def test_a_process_that_cannot_adopt_after_a_reconnection_ends() -> None:
         both.lose()
         await until(lambda: not both.remote.connected)
         both.subscriber.error = MemoryError("no memory")
-        ours, theirs = socket.socketpair()
-        both.control.send(PEER, theirs)
-        theirs.close()
-        await both.remote.connect(ours)
+        await both.link()
         await asyncio.wait_for(both.broken.wait(), 30)
 
 
