@@ -1,7 +1,6 @@
 """A log that cannot be written: its lines are lost, and nothing else."""
 
 import http.client
-import json
 import os
 import re
 import signal
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests import samples
-from tests.e2e.conftest import START_S, URL, Server, children, kill_inference, until
+from tests.e2e.conftest import START_S, URL, Server, kill_inference, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -156,22 +155,3 @@ def in_work(server: Server) -> bool:
     text = server.get("/metrics").body.decode()
     found = re.search(r"^quartet_queue_tokens (\S+)$", text, re.M)
     return found is not None and float(found.group(1)) > 0
-
-
-def test_lost_lines_are_counted(tiny_bundle: Path, tmp_path: Path) -> None:
-    """A metric counts them, and one line of each process reports them when the pipe is read again."""
-    name = r"^quartet_log_lines_lost_total (\S+)$"
-    with idle_reader(tiny_bundle, tmp_path) as (server, log):
-
-        def lost() -> float:
-            found = re.search(name, server.get("/metrics").body.decode(), re.M)
-            assert found
-            return float(found.group(1))
-
-        while not lost():
-            log_lines(server, 20)
-        assert 200 == server.get("/health/live").status
-        until(lambda: "log lines were lost" in log.text())
-        lines = [json.loads(line) for line in log.text().splitlines() if "were lost" in line]
-        assert lost() == sum(line["lines"] for line in lines)
-        assert children(server)["http"]

@@ -78,11 +78,6 @@ def test_a_padded_batch_computes_its_padding() -> None:
     assert cost.tokens_per_second([2, 10]) == pytest.approx(12 / 5.0)
 
 
-def test_tokens_per_second_is_of_the_whole_batch() -> None:
-    """Two texts of 5 and 10 tokens in 1 + 1.5 seconds are 6 tokens a second."""
-    assert Cost(1.0, 0.1, 0.0).tokens_per_second([5, 10]) == pytest.approx(6.0)
-
-
 @pytest.mark.parametrize(
     "cost",
     [CPU, Cost(1e-3, 1e-6, 0.0), Cost(0.0, 1e-5, 1e-8), Cost(5e-3, 0.0, 0.0)],
@@ -148,44 +143,26 @@ def test_estimator_starts_from_the_warm_up() -> None:
     assert estimator.tokens_per_second(lengths) == estimator.cost.tokens_per_second(lengths)
 
 
-def test_estimator_follows_a_machine_that_became_slower() -> None:
-    """After a few hundred batches at half the speed, predictions are doubled."""
-    estimator = Estimator(samples())
+@pytest.mark.parametrize(("before", "after"), [(1.0, 2.0), (30.0, 1.0)], ids=["slower", "stalled"])
+def test_estimator_follows_its_machine(before: float, after: float) -> None:
+    """A few hundred batches at another speed outweigh the warm-up."""
+    estimator = Estimator([sample(*shape, factor=before) for shape in SHAPES])
     for _ in range(50):
         for size, length in SHAPES:
-            estimator.refine(sample(size, length, factor=2.0))
-    assert sample(8, 64, estimator.cost).seconds == pytest.approx(
-        2 * sample(8, 64).seconds, rel=0.1
-    )
+            estimator.refine(sample(size, length, factor=after))
+    expected = after * sample(8, 64).seconds
+    assert sample(8, 64, estimator.cost).seconds == pytest.approx(expected, rel=0.1)
 
 
-def test_estimator_recovers_from_a_warm_up_on_a_stalled_machine() -> None:
-    """A warm-up thirty times too slow is soon outweighed by real batches."""
-    estimator = Estimator([sample(*shape, factor=30.0) for shape in SHAPES])
-    for _ in range(50):
-        for size, length in SHAPES:
-            estimator.refine(sample(size, length))
-    assert sample(8, 64, estimator.cost).seconds == pytest.approx(sample(8, 64).seconds, rel=0.1)
-
-
-def test_estimator_shrugs_at_a_stall() -> None:
-    """One batch in eight that takes a hundred times as long moves the line by little."""
+@pytest.mark.parametrize(("odd", "rel"), [(100, 0.15), (1e-6, 0.2)], ids=["stall", "no time"])
+def test_estimator_shrugs_at_an_odd_batch(odd: float, rel: float) -> None:
+    """One batch in eight that takes a hundred times as long, or no time, moves the line by little."""
     estimator = Estimator(samples())
     for _ in range(20):
         for size, length in SHAPES:
-            for factor in (1, 1, 1, 1, 1, 1, 1, 100):
+            for factor in (1, 1, 1, 1, 1, 1, 1, odd):
                 estimator.refine(sample(size, length, factor=factor))
-    assert sample(8, 64, estimator.cost).seconds == pytest.approx(sample(8, 64).seconds, rel=0.15)
-
-
-def test_estimator_shrugs_at_a_batch_that_took_no_time() -> None:
-    """One batch in eight that seems a million times too fast has no more than its one vote."""
-    estimator = Estimator(samples())
-    for _ in range(20):
-        for size, length in SHAPES:
-            for factor in (1, 1, 1, 1, 1, 1, 1, 1e-6):
-                estimator.refine(sample(size, length, factor=factor))
-    assert sample(8, 64, estimator.cost).seconds == pytest.approx(sample(8, 64).seconds, rel=0.2)
+    assert sample(8, 64, estimator.cost).seconds == pytest.approx(sample(8, 64).seconds, rel=rel)
 
 
 def test_estimator_of_padded_batches_learns_what_padding_costs() -> None:
