@@ -113,25 +113,16 @@ async def test_interactive_texts_go_before_bulk_that_came_first(bench: Bench) ->
     assert ["app"] * 3 == bench.ran[:3]
 
 
-async def test_tenants_take_turns(bench: Bench) -> None:
-    """A tenant with few texts does not wait for all texts of a tenant with many."""
-    many, few = Flow("m@1", 0, "many"), Flow("m@1", 0, "few")
+@pytest.mark.parametrize("few", [Flow("m@1", 0, "few"), Flow("other@1", 0, "many")])
+async def test_flows_take_turns(bench: Bench, few: Flow) -> None:
+    """A tenant with few texts does not wait for all texts of one with many; nor does another of its models."""
+    many = Flow("m@1", 0, "many")
     await bench.hold_all(many)
     tasks = [bench.run("many", many) for _ in range(20)]
     await asyncio.sleep(0)
     tasks += [bench.run("few", few) for _ in range(3)]
     await bench.run_all(tasks)
     assert 3 == bench.ran[:6].count("few")
-
-
-async def test_a_model_takes_turns_with_another(bench: Bench) -> None:
-    """The threads are the process's, and a tenant's models share them."""
-    await bench.hold_all(BULK)
-    tasks = [bench.run("one", BULK) for _ in range(20)]
-    await asyncio.sleep(0)
-    tasks.append(bench.run("another", Flow("other@1", 1, "crawler")))
-    await bench.run_all(tasks)
-    assert bench.ran.index("another") < 3
 
 
 async def test_a_tenant_pays_for_what_its_texts_took(bench: Bench) -> None:

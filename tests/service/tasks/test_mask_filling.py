@@ -19,7 +19,7 @@ from service.core.packing import MOST_MASKS, pack
 from service.core.session import Session, SessionOptions, open_session
 from service.engines import engine as engine_module
 from service.engines.engine import Engine, Reply, Ticket
-from service.errors import InvalidInput, TooLarge, UnknownHead
+from service.errors import InvalidInput, TooLarge
 from service.observability.metrics import Metrics
 from service.processes.single_process import open_local_engines
 from service.settings import Settings
@@ -274,25 +274,6 @@ async def test_too_many_for_a_request(engine: Engine, monkeypatch: pytest.Monkey
     await fill(engine, TWO, TWO)
     with pytest.raises(TooLarge, match="5 mask tokens; a request may have 4"):
         await fill(engine, TWO, TWO, ONE)
-
-
-async def test_another_head(engine: Engine) -> None:
-    """A head of another task does not fill in mask tokens."""
-    with pytest.raises(
-        UnknownHead, match="no fill-mask head 'sentiment'; of this task it has: masks"
-    ):
-        await engine.answer(MaskFilling(inputs=[ONE]), ticket(), ("sentiment",))
-
-
-async def test_results_in_lines(engine: Engine) -> None:
-    """A stream has each result once, as the whole response has it."""
-    told: dict[int, Any] = {}
-    reply = await engine.answer(
-        MaskFilling(inputs=[ONE, TWO]),
-        ticket(),
-        on_result=lambda i, result: told.update({i: result}),
-    )
-    assert [told[0], told[1]] == reply.results
 
 
 async def test_description(engine: Engine) -> None:
