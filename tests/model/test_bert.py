@@ -12,7 +12,7 @@ from torch import Tensor
 import model
 from model.bert import Bert
 from model.checkpoints import reader
-from model.config import BertConfig, preset
+from model.config import preset
 from model.training.capture import capture
 from service.core import packing
 from service.core.encode import Encoder
@@ -151,11 +151,3 @@ def test_written_from_scratch() -> None:
     }
 
     assert hub_names == set()
-
-
-def test_config_is_kept() -> None:
-    """The encoder carries the config that it was made from."""
-    config = BertConfig(**{**shape().__dict__, "num_hidden_layers": 3})
-
-    assert Bert(config).config is config
-    assert len(Bert(config).layers) == 3

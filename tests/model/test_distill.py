@@ -504,24 +504,6 @@ def test_both_read_the_same_texts(
         assert mine != its
 
 
-def test_both_read_the_same_sentences(
-    joint: Path, other: Path, corpus_file: Path, tmp_path: Path
-) -> None:
-    """Whatever they are cut into."""
-    teacher = distillation.load(str(joint), torch.device("cpu"))
-    text = {"corpus": [str(corpus_file)], "cache": str(tmp_path), "max_length": 64}
-    s = DistillSettings(output="x", teacher=str(joint), losses={"embedding": 1.0}, **text)
-    known = load_tokenizer(other)
-    asked = {"vectors": distillation.TeacherHead(teacher, "vectors")}
-    lesson = distill.text_task(s, shape(), Encoder(known, 64), other, asked, None)
-    streams = (lesson.stream, lesson.retokenized[str(joint)])
-    mine, its = (t.batch((1, 0), 2).encodings for t in streams)
-    assert [known.decode(w.input_ids) for w in mine] == [
-        teacher.tokenizer.decode(w.input_ids) for w in its
-    ]
-    assert [len(w) for w in mine] != [len(w) for w in its]
-
-
 @pytest.mark.parametrize(
     ("losses", "heads", "message"),
     [

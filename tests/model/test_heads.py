@@ -10,9 +10,6 @@ from model.heads import (
     MaskedLM,
     Pretraining,
     SentenceEmbedding,
-    SequenceClassification,
-    Spans,
-    TokenClassification,
     make_head,
 )
 from model.pooling import mean_tokens
@@ -42,20 +39,6 @@ def joint() -> EncoderWithHeads:
     model = perturb(EncoderWithHeads(shape(), HEADS))
     assert isinstance(model, EncoderWithHeads)
     return model
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("sentiment", SequenceClassification),
-        ("entities", TokenClassification),
-        ("answers", Spans),
-        ("vectors", SentenceEmbedding),
-    ],
-)
-def test_make_head(name: str, kind: type[nn.Module]) -> None:
-    """A description of a head makes the head of its task."""
-    assert type(make_head(shape(), HEADS[name])) is kind
 
 
 @torch.no_grad()
