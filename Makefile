@@ -25,7 +25,7 @@ PIP  := $(RUN) -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve train setup test test-all nightly fuzz check chaos format docs audit clean
+.PHONY: help serve train setup test test-all nightly versions fuzz check chaos format docs audit clean
 .PHONY: client-environments clients compat families bench bench-revisions bench-peers bench-gpu tune
 
 help: ## List the targets
@@ -52,11 +52,19 @@ test-all: client-environments ## Run the slow and the exclusive tests: with make
 	@echo "Running the slow and the exclusive tests"
 	@OMP_NUM_THREADS=1 $(RUN) -m pytest -m "(slow or exclusive) and not nightly" $(TEST_OPTIONS)
 
-nightly: client-environments ## Run soaks, storms, overload and thousands of inputs, then make chaos and make fuzz (hours; needs an idle machine)
+nightly: client-environments ## Run soaks, storms, overload and thousands of inputs, then make chaos, fuzz and versions (hours; needs an idle machine)
 	@echo "Running the nightly tests"
 	@OMP_NUM_THREADS=1 $(RUN) -m pytest -m nightly --durations 10 $(ARGS)
 	@$(MAKE) --no-print-directory chaos
 	@$(MAKE) --no-print-directory fuzz
+	@$(MAKE) --no-print-directory versions
+
+versions: $(VENV)/.python ## Test connections and the application with the lowest versions that pyproject.toml allows (a minute)
+	@$(PYTHON) -m venv build/lowest
+	@$(RUN) deploy/requirements.py --lowest cpu > build/lowest/requirements.txt
+	@build/lowest/bin/pip --quiet install --requirement build/lowest/requirements.txt
+	@build/lowest/bin/pip --quiet install --constraint constraints.txt pytest pytest-asyncio pytest-timeout hypothesis httpx filelock
+	@build/lowest/bin/python -m pytest -q -W ignore tests/service/server
 
 clients: client-environments ## Call the service with unmodified clients of other servers; print each call and its result
 	@$(RUN) -m tests.e2e.client_calls

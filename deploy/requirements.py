@@ -4,8 +4,11 @@ Quartet itself runs from its checkout, so only its dependencies are installed, a
 for that. Needs nothing but Python 3.11 or newer:
 
     python3 deploy/requirements.py cpu > requirements.txt
+
+With --lowest first, each requirement is the lowest version that its range allows.
 """
 
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -20,5 +23,14 @@ def requirements(extras: list[str]) -> list[str]:
     return project["dependencies"] + [line for extra in extras for line in optional[extra]]
 
 
+def lowest(requirement: str) -> str:
+    """Return a requirement of the lowest version of a range."""
+    return re.sub(r">=([\w.]+)(,<[\w.]+)?", r"==\1", requirement)
+
+
 if __name__ == "__main__":
-    print(*requirements(sys.argv[1:]), sep="\n")
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["--lowest"]:
+        print(*map(lowest, requirements(arguments[1:])), sep="\n")
+    else:
+        print(*requirements(arguments), sep="\n")

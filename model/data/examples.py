@@ -1,4 +1,4 @@
-"""The four tasks in training: rows to examples, examples to batches, outputs to losses.
+"""The tasks in training: rows to examples, examples to batches, outputs to losses.
 
 The service's own Encoder tokenizes text. Labels are mapped to tokens through the tokens' offsets, at the
 places where the service reads outputs.
