@@ -119,7 +119,7 @@ class RequestLifecycle:
         except QuartetError as error:
             # The traceback's frames refer to the context: a cycle, which only the garbage collector would break.
             context.refusal = error.with_traceback(None)
-        except Exception:
+        except Exception:  # a bug in a check: the client gets our error
             context.refusal = log_internal_error()
         return context
 
@@ -143,7 +143,7 @@ class RequestLifecycle:
         """
         try:
             self._record(method, scope, context)
-        except Exception:
+        except Exception:  # a bug in a callback must not undo the response
             log_internal_error()
 
     def _record(self, method: str, scope: Scope, context: RequestContext) -> None:
@@ -237,7 +237,7 @@ class LifecycleMiddleware:
                 raise
             draining = Draining("the server is shutting down")
             await refusal_response(scope, draining)(scope, receive, send)
-        except Exception:
+        except Exception:  # a bug in a route: the client gets our error
             error = log_internal_error()
             if context.status:
                 context.code = error.code

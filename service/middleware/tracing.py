@@ -76,7 +76,7 @@ async def tracing() -> AsyncIterator[Trace | None]:
             )
             yield None
             return
-        except Exception as error:
+        except Exception as error:  # exporters are plug-ins and raise anything
             log.warning("spans cannot be exported", reason=str(error))
             yield None
             return
@@ -185,7 +185,7 @@ class RequestSpans:
     ) -> None:
         try:
             self._make(method, route, scope, request_context)
-        except Exception:
+        except Exception:  # a span must not cost the request
             if self._failures.may_tell():
                 log.exception("spans could not be made", untold=self._failures.untold())
 
