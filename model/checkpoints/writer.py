@@ -235,8 +235,9 @@ def _sentence_modules(config: BertConfig, head: bundle.Head) -> dict[str, Any]:
         for i, kind in enumerate(kinds)
     ]
     switches = {switch: mode in head.pooling_modes for switch, mode in POOLING_MODES.items()}
-    several = {"pooling_mode": head.pooling_modes} if len(head.pooling_modes) > 1 else {}
-    pooling = {"include_prompt": head.include_prompt, **switches, **several}
+    is_switched = len(head.pooling_modes) == 1 and any(switches.values())
+    named = {} if is_switched else {"pooling_mode": head.pooling_modes}
+    pooling = {"include_prompt": head.include_prompt, **switches, **named}
     prompts = {"prompts": head.named_prompts, "default_prompt_name": head.default_prompt}
     return {
         "modules.json": modules,
