@@ -18,7 +18,7 @@ from tests import faulty, samples
 from tests.e2e.conftest import Server, serving, until
 from tests.e2e.test_processes import children, readiness
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 BAD = f"Ada drew a {faulty.WORD} at dawn."
 

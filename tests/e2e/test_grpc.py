@@ -20,7 +20,7 @@ grpc = pytest.importorskip("grpc")
 from service.api.dialects import open_inference_pb2 as messages  # noqa: E402
 from service.api.dialects.inference_grpc import RPCS, SERVICE  # noqa: E402
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 INFER = "ModelInfer"
 LONG = "Ada drew a comet, and it rained in Turin. " * 4000

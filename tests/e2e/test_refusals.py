@@ -27,7 +27,7 @@ from tests import samples
 from tests.e2e.conftest import Server, queued, serving, until
 from tests.e2e.test_keys import metrics
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 KEY = make_key()
 LIMITS = ["--max-body-bytes", "6000000", "--max-queue-tokens", "300", "--metrics-port", "0"]

@@ -13,6 +13,8 @@ import pytest
 from tests.conftest import ROOT
 from tests.e2e.conftest import children, serving, until
 
+pytestmark = pytest.mark.slow
+
 # Each of these switches telemetry off in one of our libraries, and CI sets some of them.
 SWITCHES = frozenset(
     [

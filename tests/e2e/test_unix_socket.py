@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.conftest import METRICS_URL, serving, until
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 BODY = json.dumps({"inputs": "Ada drew a comet."}).encode()
 

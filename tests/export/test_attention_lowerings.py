@@ -40,6 +40,8 @@ from tests.export.helpers import (
 from tests.model.helpers import Heads, by_definition
 from tests.tiny import perturb
 
+pytestmark = pytest.mark.slow
+
 PACKED = batch([1, 9, 2, 16, 7], 50)
 MASKS = {
     "full": Mask(),

@@ -29,7 +29,7 @@ from service.core.session import RUNTIME, SessionOptions, open_session
 from tests import samples
 from tests.tiny import HEADS
 
-pytestmark = pytest.mark.usefixtures("scratch")
+pytestmark = [pytest.mark.usefixtures("scratch"), pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 Spoil = Callable[[Path], None]

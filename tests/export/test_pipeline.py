@@ -20,7 +20,7 @@ from tests import samples
 
 GRAPHS = ("fp32.onnx", "int8.onnx")
 
-pytestmark = pytest.mark.usefixtures("scratch")
+pytestmark = [pytest.mark.usefixtures("scratch"), pytest.mark.slow]
 
 
 def make_request(checkpoint: Path, out: Path, **fields: object) -> pipeline.ExportRequest:

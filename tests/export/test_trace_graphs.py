@@ -37,6 +37,8 @@ from tests.export.helpers import (
 )
 from tests.tiny import HEADS, perturb
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = {"one": [9], "equal": [6, 6, 6], "mixed": [1, 30, 2, 512, 7]}
 
 # Values that a trace names so itself, graph inputs, and parts of our modules, in no order that sorting gives.

@@ -25,6 +25,8 @@ from service.core.bundle import Head
 from service.core.encode import Encoder, load_tokenizer
 from tests.model.helpers import batch, interrupted, ours, perturb, shape, stopped
 
+pytestmark = pytest.mark.slow
+
 NAMES = ["Ada", "Grace", "Emmy", "Sofya"]
 THINGS = ["a comet", "the old engine", "every river", "some tables"]
 PLACES = ["in Turin", "near the harbour", "at dawn", "for Dr. Noether"]

@@ -36,6 +36,8 @@ from tests.model.helpers import (
 )
 from tests.model.report.test_page import EXTERNAL
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("step", "length"), [(0, 128), (89, 128), (90, 512), (99, 512), (100, 512)]

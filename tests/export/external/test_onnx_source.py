@@ -24,7 +24,7 @@ from service.core.packing import Packed
 from service.core.session import BatchOutputs, SessionOptions, open_session
 from tests import samples
 
-pytestmark = pytest.mark.usefixtures("scratch")
+pytestmark = [pytest.mark.usefixtures("scratch"), pytest.mark.slow]
 
 VOCAB, WIDTH = 500, 24
 TOKENIZER = train(samples.corpus(), vocab_size=VOCAB)

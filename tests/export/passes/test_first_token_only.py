@@ -29,6 +29,8 @@ from tests.export.helpers import (
 )
 from tests.tiny import perturb
 
+pytestmark = pytest.mark.slow
+
 FIRSTS = {
     "topics": Head(task="classification", labels=("a", "b", "c")),
     "vectors": Head(task="embedding", pooling="cls", dimensions=32),

@@ -20,6 +20,8 @@ from tests.conftest import Traced
 from tests.export.helpers import SMALL, assert_same_as_torch, batch, copied, run_packed, run_value
 from tests.tiny import perturb
 
+pytestmark = pytest.mark.slow
+
 HEADS = {
     "answers": Head(task="qa"),
     "vectors": Head(task="embedding", pooling="mean", dimensions=32),
