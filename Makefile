@@ -25,7 +25,7 @@ PIP  := $(RUN) -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve train setup test test-all nightly versions fuzz check chaos format docs audit clean
+.PHONY: help serve train setup test test-all nightly versions FORCE fuzz check chaos format docs audit clean
 .PHONY: client-environments clients compat families bench bench-revisions bench-peers bench-gpu tune
 
 help: ## List the targets
@@ -52,22 +52,26 @@ test-all: client-environments ## Run the slow and the exclusive tests: with make
 	@echo "Running the slow and the exclusive tests"
 	@OMP_NUM_THREADS=1 $(RUN) -m pytest -m "(slow or exclusive) and not nightly" $(TEST_OPTIONS)
 
-nightly: client-environments ## Run soaks, storms, overload and thousands of inputs, then make chaos, fuzz and versions (hours; needs an idle machine)
+nightly: client-environments ## Run soaks, storms, overload and thousands of inputs, then make chaos, fuzz and versions (hours)
 	@echo "Running the nightly tests"
 	@OMP_NUM_THREADS=1 $(RUN) -m pytest -m nightly --durations 10 $(ARGS)
 	@$(MAKE) --no-print-directory chaos
 	@$(MAKE) --no-print-directory fuzz
 	@$(MAKE) --no-print-directory versions
 
-versions: $(VENV)/.python ## Test connections and the application with the lowest versions that pyproject.toml allows (a minute)
-	@$(PYTHON) -m venv build/lowest
-	@$(RUN) deploy/requirements.py --lowest cpu > build/lowest/requirements.txt
-	@build/lowest/bin/pip --quiet install --requirement build/lowest/requirements.txt
-	@build/lowest/bin/pip --quiet install --constraint constraints.txt pytest pytest-asyncio pytest-timeout hypothesis httpx filelock
-	@build/lowest/bin/python -m pytest -q -W ignore tests/service/server
-
 clients: client-environments ## Call the service with unmodified clients of other servers; print each call and its result
 	@$(RUN) -m tests.e2e.client_calls
+
+versions: build/versions/lowest build/versions/highest ## Test the server with the lowest and the highest versions that pyproject.toml allows (minutes; needs a package index)
+
+build/versions/%: FORCE
+	@echo "Testing the $* versions"
+	@$(PYTHON) -m venv --clear $@
+	@$(PYTHON) deploy/requirements.py $(filter --lowest,--$*) cpu > $@/serve.txt
+	@$@/bin/pip install --quiet --disable-pip-version-check --requirement $@/serve.txt \
+	    filelock httpx hypothesis pytest pytest-asyncio pytest-timeout jsonschema
+	@OMP_NUM_THREADS=1 $@/bin/python -m pytest --quiet $(addprefix tests/service/,server middleware api) \
+	    --ignore tests/service/api/dialects --ignore tests/service/api/test_token_routes.py
 
 fuzz: $(VENV)/.test ## Send the service 10,000 requests generated from its OpenAPI document (some minutes; REQUESTS=...)
 	@CONTRACT_REQUESTS=$(REQUESTS) $(RUN) -m pytest -s tests/e2e/test_contract.py

@@ -4,8 +4,7 @@ Quartet itself runs from its checkout, so only its dependencies are installed, a
 for that. Needs nothing but Python 3.11 or newer:
 
     python3 deploy/requirements.py cpu > requirements.txt
-
-With --lowest first, each requirement is the lowest version that its range allows.
+    python3 deploy/requirements.py --lowest cpu > lowest.txt
 """
 
 import re
@@ -24,13 +23,10 @@ def requirements(extras: list[str]) -> list[str]:
 
 
 def lowest(requirement: str) -> str:
-    """Return a requirement of the lowest version of a range."""
+    """Return the requirement of exactly the lowest version that a requirement allows."""
     return re.sub(r">=([\w.]+)(,<[\w.]+)?", r"==\1", requirement)
 
 
 if __name__ == "__main__":
-    arguments = sys.argv[1:]
-    if arguments[:1] == ["--lowest"]:
-        print(*map(lowest, requirements(arguments[1:])), sep="\n")
-    else:
-        print(*requirements(arguments), sep="\n")
+    wanted = requirements([word for word in sys.argv[1:] if word != "--lowest"])
+    print(*(map(lowest, wanted) if "--lowest" in sys.argv else wanted), sep="\n")
