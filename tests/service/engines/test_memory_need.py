@@ -223,7 +223,7 @@ asyncio.run(main(sys.argv[1], int(sys.argv[2])))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.exclusive
 def test_the_need_is_near_the_peak_of_a_process(mini_bundle: Path) -> None:
     """The inference process with the largest batches on all slots peaks within 20 % of the stated need.
