@@ -50,7 +50,11 @@ def test_notebook_shows_the_outputs_of_one_execution(script: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("has_own_text", [False, True], ids=["generated text", "own text"])
+@pytest.mark.parametrize(
+    "has_own_text",
+    [pytest.param(False, marks=pytest.mark.nightly), True],
+    ids=["generated text", "own text"],
+)
 def test_notebook_runs(script: Path, has_own_text: bool, tmp_path: Path) -> None:
     """Every cell runs, with few steps of pretraining, on the notebook's own text and on a reader's."""
     own_text = tmp_path / "own.txt"
