@@ -38,6 +38,16 @@ from service.scheduling.planner import Budget, area, plan
 
 Answers = list[dict[str, NDArray[np.float32]]]
 
+
+class Clock:
+    """Time as the test sets it."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 SOONER = Cost(per_run=0.1, per_token=0.001, per_slot=0.0)  # on many slots
 FIXED = Cost(per_run=1.0, per_token=0.01, per_slot=0.0)  # batching pays
 LINEAR = Cost(per_run=0.0, per_token=0.01, per_slot=0.0)  # batching gains nothing
@@ -100,6 +110,18 @@ def echo(width: int, bundle: str, encodings: Sequence[Encoding], heads: Heads = 
     return [{"h": np.array([number(given)], np.float32)} for given in encodings]
 
 
+def timed(clock: Clock, seconds: Callable[[int], float], widths: list[int] | None = None) -> Any:
+    """A model whose batches take this many seconds of the clock, by their width, which is noted."""
+
+    def run(width: int, bundle: str, encodings: Sequence[Encoding], heads: Heads = ()) -> Answers:
+        clock.now += seconds(width)
+        if widths is not None:
+            widths.append(width)
+        return echo(width, bundle, encodings)
+
+    return run
+
+
 def echoed(outcomes: Sequence[Outcome]) -> list[int]:
     return [int(outcome.outputs["h"][0]) for outcome in outcomes]
 
@@ -110,15 +132,6 @@ def costing(cost: Cost, wide: Cost | None = None, slots: int = 1) -> dict[int, E
     estimators[slots].cost = wide or cost
     estimators[1].cost = cost
     return estimators
-
-
-class Clock:
-    """Time as the test sets it."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Running(NamedTuple):
@@ -345,20 +358,18 @@ async def test_an_empty_request_has_an_empty_answer() -> None:
         assert await batcher.submit([]) == []
 
 
-async def test_outcomes_tell_of_their_batch() -> None:
+async def test_outcomes_and_metrics_report_their_batch() -> None:
     """30 tokens in a batch padded to 2 x 20 waited a second and ran for two."""
     clock = Clock()
     clock.now = 5.0
-
-    def run(width: int, bundle: str, encodings: Sequence[Encoding], heads: Heads = ()) -> Answers:
-        clock.now += 2.0
-        return echo(width, bundle, encodings)
-
-    async with serving(run, clock=clock) as batcher:
+    seen: list[BatchStats] = []
+    async with serving(timed(clock, lambda _: 2.0), clock=clock, observe=seen.append) as batcher:
         outcomes = await batcher.submit([text(10, arrival=4.0), text(20, arrival=3.0)])
-    told = [(o.queue_s, o.inference_s, o.batch_size, o.batch_tokens) for o in outcomes]
-    assert told == [(1.0, 2.0, 2, 30), (2.0, 2.0, 2, 30)]
-    assert outcomes[0].padding_ratio == pytest.approx(40 / 30)
+    times = [(o.queue_s, o.inference_s, o.batch_size, o.batch_tokens) for o in outcomes]
+    assert times == [(1.0, 2.0, 2, 30), (2.0, 2.0, 2, 30)]
+    (stats,) = seen
+    assert ("m@1", 2, 30, 40) == (stats.bundle, stats.size, stats.tokens, stats.slots)
+    assert [40 / 30] * 2 == pytest.approx([outcomes[0].padding_ratio, stats.padding_ratio])
 
 
 async def test_outcomes_are_reported_as_their_batches_end() -> None:
@@ -391,18 +402,6 @@ async def test_a_failing_callback_fails_its_request_alone() -> None:
         assert 2 == len(await good)
 
 
-async def test_every_batch_is_observed() -> None:
-    """Metrics see what ran, and whose it was."""
-    seen: list[BatchStats] = []
-    async with serving(echo, observe=seen.append, max_batch_size=2) as batcher:
-        await batcher.submit(texts(3))
-    assert [(stats.bundle, stats.size, stats.tokens, stats.slots) for stats in seen] == [
-        ("m@1", 2, 20, 20),
-        ("m@1", 1, 10, 10),
-    ]
-    assert seen[0].padding_ratio == 1.0
-
-
 async def test_an_answer_has_left_before_anything_is_learnt_of_it() -> None:
     """Updating the cost model takes up to a millisecond, and no response waits for it.
 
@@ -429,14 +428,8 @@ async def test_an_answer_has_left_before_anything_is_learnt_of_it() -> None:
 
 async def test_the_cost_is_refined_by_real_batches() -> None:
     """A model that turns out slower than its estimate is soon known to be."""
-    clock = Clock()
-
-    def slow(width: int, bundle: str, encodings: Sequence[Encoding], heads: Heads = ()) -> Answers:
-        clock.now += 3.0
-        return echo(width, bundle, encodings)
-
-    estimators = costing(FIXED)
-    async with serving(slow, bundles=[], clock=clock) as batcher:
+    clock, estimators = Clock(), costing(FIXED)
+    async with serving(timed(clock, lambda _: 3.0), bundles=[], clock=clock) as batcher:
         batcher.add_bundle("m@1", estimators)
         for _ in range(200):
             await batcher.submit([text(10)])
@@ -716,14 +709,8 @@ async def test_the_width_is_chosen_by_what_it_costs(
     narrow: float, wide: float, chosen: int
 ) -> None:
     """A lone text runs where it ends sooner; now and then the other width is tried, and each learns its own cost."""
-    clock, widths = Clock(), []
-
-    def run(width: int, bundle: str, encodings: Sequence[Encoding], heads: Heads = ()) -> Answers:
-        clock.now += wide if width == 2 else narrow
-        widths.append(width)
-        return echo(width, bundle, encodings)
-
-    estimators = costing(FIXED, slots=2)
+    clock, widths, estimators = Clock(), [], costing(FIXED, slots=2)
+    run = timed(clock, {1: narrow, 2: wide}.__getitem__, widths)
     async with serving(run, bundles=[], slots=2, wide=2, clock=clock) as batcher:
         batcher.add_bundle("m@1", estimators)
         for _ in range(40 * TRIAL_EVERY):
@@ -737,12 +724,7 @@ async def test_the_width_is_chosen_by_what_it_costs(
 async def test_a_choice_that_was_wrong_at_the_start_is_soon_right() -> None:
     """What all slots cost was measured in a bad moment: they are tried after a few texts, and taken from then on."""
     clock, widths = Clock(), []
-
-    def run(width: int, bundle: str, encodings: Sequence[Encoding], heads: Heads = ()) -> Answers:
-        clock.now += FIXED.seconds(10, 1, 10) / (2 if width == 2 else 1)
-        widths.append(width)
-        return echo(width, bundle, encodings)
-
+    run = timed(clock, lambda width: FIXED.seconds(10, 1, 10) / width, widths)
     shapes = [(10, 1, 10), (100, 1, 100), (80, 8, 10)]
     estimators = {
         width: Estimator(Sample(*shape, times * FIXED.seconds(*shape)) for shape in shapes)
@@ -771,38 +753,33 @@ async def test_texts_that_came_while_a_slot_was_busy_ride_together(gate: Gate) -
 # Waiting for company
 
 
-async def test_max_wait_holds_a_batch_until_it_is_full(gate: Gate) -> None:
-    """With a minute to wait, one text waits for its only possible companion."""
-    async with serving(gate, max_wait_ms=60_000, max_batch_size=2) as batcher:
-        await submitted(batcher, texts(1))
-        assert gate.started == 0
-        await submitted(batcher, texts(1))
-        assert len((await gate.batch()).numbers) == 2
-
-
-async def test_max_wait_ends() -> None:
-    """A text without companions is computed alone, two milliseconds after its arrival."""
-    clock = asyncio.get_running_loop().time
-    async with serving(echo, max_wait_ms=2, clock=clock) as batcher:
-        (outcome,) = await batcher.submit([text(arrival=clock())])
-    assert outcome.queue_s >= 0.002 - 1e-6
-
-
-async def test_no_entry_is_held_beyond_its_deadline() -> None:
-    """A text that could wait a minute for company leaves in time to be answered."""
-    clock = asyncio.get_running_loop().time
-    async with serving(echo, max_wait_ms=60_000, clock=clock) as batcher:
-        (outcome,) = await batcher.submit([text(arrival=clock(), deadline=clock() + 1.5)])
-    assert outcome.queue_s < 1.5
-
-
-async def test_no_entry_is_held_while_another_bundle_waits(gate: Gate) -> None:
-    """A slot is not kept idle for companions of one bundle while texts of another wait."""
-    async with serving(gate, bundles=["a@1", "b@1"], max_wait_ms=60_000) as batcher:
+@pytest.mark.parametrize(("second", "size"), [("a@1", 2), ("b@1", 1)])
+async def test_max_wait_holds_a_batch_until_it_is_full(gate: Gate, second: str, size: int) -> None:
+    """With a minute to wait, one text waits for a companion, but not while a text of another bundle waits."""
+    async with serving(
+        gate, bundles=["a@1", "b@1"], max_wait_ms=60_000, max_batch_size=2
+    ) as batcher:
         await submitted(batcher, texts(1, bundle="a@1"))
         assert gate.started == 0
-        await submitted(batcher, texts(1, bundle="b@1"))
-        assert (await gate.batch()).bundle == "a@1"
+        await submitted(batcher, texts(1, bundle=second))
+        batch = await gate.batch()
+        assert ("a@1", size) == (batch.bundle, len(batch.numbers))
+
+
+@pytest.mark.parametrize(
+    ("max_wait_ms", "deadline_s", "least_s", "most_s"),
+    [(2, math.inf, 0.002 - 1e-6, math.inf), (60_000, 1.5, 0.0, 1.5)],
+    ids=["the wait ends", "the deadline nears"],
+)
+async def test_a_text_without_companions_is_computed(
+    max_wait_ms: float, deadline_s: float, least_s: float, most_s: float
+) -> None:
+    """It is computed alone when its wait ends, or in time to be answered before its deadline."""
+    clock = asyncio.get_running_loop().time
+    async with serving(echo, max_wait_ms=max_wait_ms, clock=clock) as batcher:
+        now = clock()
+        (outcome,) = await batcher.submit([text(arrival=now, deadline=now + deadline_s)])
+    assert least_s <= outcome.queue_s < most_s
 
 
 async def test_an_unbatched_entry_is_not_held() -> None:
@@ -932,18 +909,6 @@ async def test_a_batch_is_prefetched_while_several_flows_wait(gate: Gate) -> Non
         await asyncio.gather(*requests)
 
 
-async def test_a_prefetch_is_canceled_for_a_probe(gate: Gate) -> None:
-    """Under load no slot would be idle for it."""
-    async with serving(gate, LINEAR) as batcher:
-        requests = [await submitted(batcher, texts(1)) for _ in range(4)]
-        await gate.batch()
-        probe = asyncio.create_task(batcher.probe("m@1", encoding(5, 77)))
-        await settle()
-        gate.let(10)
-        assert (await gate.batch()).numbers == [77]
-        await asyncio.gather(probe, *requests)
-
-
 async def test_a_canceled_entry_of_a_prefetch_is_not_computed(gate: Gate) -> None:
     """The next in line takes its place, while the thread still runs the batch before."""
     async with serving(gate, LINEAR) as batcher:
@@ -976,8 +941,8 @@ async def test_an_entry_canceled_at_its_start_has_no_receiver(gate: Gate) -> Non
         assert batcher.load().queue_tokens == 0
 
 
-async def test_a_prefetched_batch_ends_with_the_batcher(gate: Gate) -> None:
-    """What is not answered in time is not begun either."""
+async def test_stop_fails_what_is_left_when_the_time_is_over(gate: Gate) -> None:
+    """A replica that hangs does not delay the end: requests fail, and a prefetched batch is not begun."""
     batcher = Batcher(gate, clock=Clock())
     batcher.add_bundle("m@1", costing(LINEAR))
     await batcher.start()
@@ -991,18 +956,18 @@ async def test_a_prefetched_batch_ends_with_the_batcher(gate: Gate) -> None:
 
 
 async def test_a_probe_goes_before_all_that_waits() -> None:
-    """It takes the next free slot; no outcome is reported, and it does not change the cost model."""
+    """Under load no slot would be idle for it, so a prefetch is canceled; the probe has no part in the statistics."""
     gate, seen = Gate(), []
-    async with serving(gate, max_batch_size=1, observe=seen.append) as batcher:
-        asked = await submitted(batcher, texts(3))
+    async with serving(gate, LINEAR, observe=seen.append) as batcher:
+        requests = [await submitted(batcher, texts(1)) for _ in range(4)]
         await gate.batch()
         probe = asyncio.create_task(batcher.probe("m@1", encoding(5, 77)))
         await settle()
         gate.let(9)
         assert [77] == (await gate.batch()).numbers
         assert 77 == (await probe)["h"][0]
-        await asked
-    assert 3 == len(seen)
+        await asyncio.gather(*requests)
+    assert 4 == len(seen)
 
 
 async def test_probes_take_one_slot_and_many_by_turns(gate: Gate) -> None:
@@ -1040,27 +1005,19 @@ async def test_a_probe_fails_as_the_run_does() -> None:
 # Admission
 
 
-async def test_a_full_queue_is_overloaded_and_says_when_to_retry(gate: Gate) -> None:
-    """900 tokens at 100 a second: come back in 9 seconds. Running tokens do not count."""
-    async with serving(gate, LINEAR, max_queue_tokens=1000) as batcher:
-        await submitted(batcher, [text(500)])
+@pytest.mark.parametrize(("per_token", "retry_s"), [(0.01, 9.0), (1e-6, 1.0), (10.0, 60.0)])
+async def test_a_full_queue_is_overloaded_and_says_when_to_retry(
+    gate: Gate, per_token: float, retry_s: float
+) -> None:
+    """900 tokens at 100 a second take 9 seconds. Clients wait for at least a second and at most a minute."""
+    async with serving(gate, Cost(0.0, per_token, 0.0), max_queue_tokens=1000) as batcher:
+        await submitted(batcher, [text(500)])  # runs, and does not count
         await submitted(batcher, texts(90))
         with pytest.raises(errors.Overloaded) as refusal:
             await batcher.submit(texts(11))
-        assert refusal.value.retry_after_s == pytest.approx(9.0)
+        assert refusal.value.retry_after_s == pytest.approx(retry_s)
         assert batcher.load().queue_tokens == 900
         assert not (await submitted(batcher, texts(10))).done()
-
-
-@pytest.mark.parametrize(("per_token", "told"), [(1e-6, 1.0), (10.0, 60.0)])
-async def test_the_time_to_retry_is_bounded(gate: Gate, per_token: float, told: float) -> None:
-    """At least a second, so that clients spread; at most a minute, so that they come back."""
-    async with serving(gate, Cost(0.0, per_token, 0.0), max_queue_tokens=100) as batcher:
-        await submitted(batcher, texts(1))
-        await submitted(batcher, texts(10))
-        with pytest.raises(errors.Overloaded) as refusal:
-            await batcher.submit(texts(1))
-        assert refusal.value.retry_after_s == told
 
 
 async def test_a_request_is_refused_whole(gate: Gate) -> None:
@@ -1091,26 +1048,22 @@ async def test_what_was_admitted_before_is_not_refused(
         assert 1 == len(await again)
 
 
-async def test_what_fits_no_queue_is_too_large() -> None:
-    """Waiting would not help, so it is not asked to retry."""
-    async with serving(echo, max_queue_tokens=100) as batcher:
-        with pytest.raises(errors.TooLarge):
-            await batcher.submit(texts(11))
+@pytest.mark.parametrize(
+    ("bundles", "error", "said"),
+    [
+        (["m@1"] * 11, errors.TooLarge, None),  # fits no queue: a retry would not help
+        (["other@1"], errors.UnknownModel, "other@1"),
+        (["m@1", "n@1"], ValueError, "one bundle"),
+    ],
+)
+async def test_a_request_that_cannot_be_served_is_refused(
+    bundles: list[str], error: type[Exception], said: str | None
+) -> None:
+    """It is refused before anything is queued."""
+    async with serving(echo, bundles=["m@1", "n@1"], max_queue_tokens=100) as batcher:
+        with pytest.raises(error, match=said):
+            await batcher.submit([text(bundle=bundle) for bundle in bundles])
         assert len(await batcher.submit(texts(10))) == 10
-
-
-async def test_a_bundle_that_is_not_served_is_unknown() -> None:
-    """Refused by name, before anything is queued."""
-    async with serving(echo) as batcher:
-        with pytest.raises(errors.UnknownModel, match="other@1"):
-            await batcher.submit(texts(1, bundle="other@1"))
-
-
-async def test_a_request_of_two_bundles_is_our_bug() -> None:
-    """A request asks one model."""
-    async with serving(echo, bundles=["a@1", "b@1"]) as batcher:
-        with pytest.raises(ValueError, match="one bundle"):
-            await batcher.submit([text(bundle="a@1"), text(bundle="b@1")])
 
 
 async def test_a_removed_bundle_answers_what_runs_and_fails_what_waits(gate: Gate) -> None:
@@ -1498,17 +1451,6 @@ async def test_stop_answers_everything_that_was_accepted(gate: Gate) -> None:
         await stopping
         assert len(await accepted) == 20
         assert not [t for t in threading.enumerate() if t.name.startswith("replica-")]
-
-
-async def test_stop_fails_what_is_left_when_the_time_is_over(gate: Gate) -> None:
-    """A replica that hangs does not keep the server from ending, nor its clients from knowing."""
-    async with serving(gate, LINEAR) as batcher:
-        running = await submitted(batcher, texts(1))
-        waiting = await submitted(batcher, texts(1))
-        await batcher.stop(0.001)
-        for task in (running, waiting):
-            with pytest.raises(errors.Draining):
-                await task
 
 
 # Everything at once
