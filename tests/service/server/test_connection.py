@@ -80,6 +80,10 @@ class Client:
         body = await self.reader.readexactly(int(headers["content-length"]))
         return Answer(int(head.split()[1]), headers, body)
 
+    async def ask(self, *parts: bytes) -> Answer:
+        self.send(*parts)
+        return await self.answer()
+
     async def ended(self) -> bool:
         """Once the server has closed: whether it had said all."""
         return await self.reader.read() == b""
@@ -165,26 +169,30 @@ def listen(engines: FakeEngines) -> Listen:
     return start
 
 
-async def test_requests_follow_each_other(listen: Listen) -> None:
-    """A connection is kept for the next request."""
+@pytest.fixture
+async def client(listen: Listen) -> AsyncIterator[Client]:
+    """A client of the whole application with the default settings."""
     async with listen() as server, server.client() as client:
-        for _ in range(3):
-            client.send(post())
-            answer = await client.answer()
-            assert (200, False) == (answer.status, answer.closes)
+        yield client
+
+
+async def test_requests_follow_each_other(client: Client) -> None:
+    """A connection is kept for the next request."""
+    for _ in range(3):
+        answer = await client.ask(post())
+        assert (200, False) == (answer.status, answer.closes)
 
 
 OLD = [b"", b"Connection: keep-alive\r\n", b"Expect: 100-continue\r\n"]
 
 
 @pytest.mark.parametrize("more", OLD)
-async def test_lines_for_an_old_client(listen: Listen, more: bytes) -> None:
+async def test_lines_for_an_old_client(client: Client, more: bytes) -> None:
     """To HTTP/1.0, a stream of lines is sent without chunk sizes, and ends with its connection."""
     body = b'{"inputs": ["a", "b", "c"]}'
     head = b"POST /classify HTTP/1.0\r\nContent-Type: application/json\r\nAccept: application/x-ndjson\r\n"
-    async with listen() as server, server.client() as client:
-        client.send(b"%s%sContent-Length: %d\r\n\r\n%s" % (head, more, len(body), body))
-        head, _, lines = (await client.reader.read()).partition(b"\r\n\r\n")
+    client.send(b"%s%sContent-Length: %d\r\n\r\n%s" % (head, more, len(body), body))
+    head, _, lines = (await client.reader.read()).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 ")
     assert b"transfer-encoding" not in head.lower()
     assert b"connection: close" in head.lower()
@@ -197,12 +205,11 @@ async def test_lines_for_an_old_client(listen: Listen, more: bytes) -> None:
     [("GET", "/health/live", 200), ("HEAD", "/health/live", 200), ("GET", "/nothing", 404)],
 )
 async def test_an_old_client_is_answered(
-    listen: Listen, method: str, path: str, status: int, more: bytes
+    client: Client, method: str, path: str, status: int, more: bytes
 ) -> None:
     """An answer of known length to HTTP/1.0 has that length, and closes the connection."""
-    async with listen() as server, server.client() as client:
-        client.send(f"{method} {path} HTTP/1.0\r\n".encode() + more + b"\r\n")
-        head, _, body = (await client.reader.read()).partition(b"\r\n\r\n")
+    client.send(f"{method} {path} HTTP/1.0\r\n".encode() + more + b"\r\n")
+    head, _, body = (await client.reader.read()).partition(b"\r\n\r\n")
     assert status == int(head.split()[1])
     length = int(re.search(rb"content-length: (\d+)", head.lower())[1])
     assert (0 if method == "HEAD" else length) == len(body)
@@ -225,13 +232,12 @@ async def test_an_answer_of_unknown_length_for_an_old_client(method: bytes) -> N
     assert (b"" if method == b"HEAD" else b"abc") == body
 
 
-async def test_a_head_may_come_in_pieces(listen: Listen) -> None:
+async def test_a_head_may_come_in_pieces(client: Client) -> None:
     """One byte at a time is as good as all at once."""
-    async with listen() as server, server.client() as client:
-        for index in range(len(post())):
-            client.send(post()[index : index + 1])
-            await asyncio.sleep(0)
-        assert 200 == (await client.answer()).status
+    for index in range(len(post())):
+        client.send(post()[index : index + 1])
+        await asyncio.sleep(0)
+    assert 200 == (await client.answer()).status
 
 
 async def test_an_answer_leaves_before_it_is_recorded(engines: FakeEngines) -> None:
@@ -272,84 +278,93 @@ async def test_an_answer_is_one_piece(listen: Listen, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Connection, "connection_made", spied)
     async with listen() as server, server.client() as client:
         for request in (post(), post()):
-            client.send(request)
-            assert 200 == (await client.answer()).status
+            assert 200 == (await client.ask(request)).status
         client.send(b"HEAD /health/live HTTP/1.1\r\nConnection: close\r\n\r\n")
         assert (await client.reader.read()).startswith(b"HTTP/1.1 200")
     assert 3 == len(pieces)
 
 
-@pytest.mark.parametrize(
-    "head",
-    [
-        HEAD + b"X: %s\r\n\r\n" % (b"a" * 70_000),
-        HEAD + b"X: " + b"a" * 400_000,
-        b"GET /%s HTTP/1.1\r\n\r\n" % (b"%ff" * 700),
-        b"GET /?%s HTTP/1.1\r\n\r\n" % (b"a" * 8192),
-        b"GET /" + b"a" * 400_000,
-        HEAD + b"".join(b"X%d: a\r\n" % n for n in range(200)) + b"\r\n",
-        CHUNKED + b"1\r\n[\r\n0\r\n" + b"X: a\r\n" * 20_000,
-        CHUNKED + b"1\r\n[\r\n0\r\nX: " + b"a" * 1_000_000,
-        CHUNKED + b"1;" + b"a" * 1_000_000,
-    ],
-    ids=[
-        "header",
-        "endless-header",
-        "path",
-        "query",
-        "endless-path",
-        "many-headers",
-        "behind-the-body",
-        "endless-behind-the-body",
-        "endless-extension",
-    ],
-)
-async def test_a_large_head_is_refused(listen: Listen, lines: list[EventDict], head: bytes) -> None:
-    """Too many headers, or bytes of them, are refused by name as soon as they are too many; the log says so."""
-    async with listen() as server, server.client() as client:
-        client.send(head)
-        answer = await client.answer()
-        assert (431, "headers_too_large", True) == (answer.status, answer.code, answer.closes)
-        assert await client.ended()
-    assert (431, "headers_too_large") == (lines[-1]["status"], lines[-1]["code"])
+LARGE_HEADS = {
+    "header": HEAD + b"X: %s\r\n\r\n" % (b"a" * 70_000),
+    "endless header": HEAD + b"X: " + b"a" * 400_000,
+    "path": b"GET /%s HTTP/1.1\r\n\r\n" % (b"%ff" * 700),
+    "query": b"GET /?%s HTTP/1.1\r\n\r\n" % (b"a" * 8192),
+    "endless path": b"GET /" + b"a" * 400_000,
+    "many headers": HEAD + b"".join(b"X%d: a\r\n" % n for n in range(200)) + b"\r\n",
+    "behind the body": CHUNKED + b"1\r\n[\r\n0\r\n" + b"X: a\r\n" * 20_000,
+    "endless behind the body": CHUNKED + b"1\r\n[\r\n0\r\nX: " + b"a" * 1_000_000,
+    "endless extension": CHUNKED + b"1;" + b"a" * 1_000_000,
+}
+NOT_HTTP = {
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00",
+    "words": b"hello\r\n\r\n",
+    "no address": b"GET http://[ HTTP/1.1\r\n\r\n",
+    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "no number": HEAD + b"Content-Length: many\r\n\r\n{}",
+    "negative length": HEAD + b"Content-Length: -1\r\n\r\n{}",
+    "length with a sign": HEAD + b"Content-Length: +2\r\n\r\n{}",
+    "two lengths": HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{} ",
+    "a list of lengths": HEAD + b"Content-Length: 2, 2\r\n\r\n{}",
+    "more than can be counted": HEAD + b"Content-Length: %s\r\n\r\n{}" % (b"9" * 40),
+    "length and chunks": HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "unknown transfer": HEAD + b"Transfer-Encoding: rot13\r\n\r\n{}",
+    "chunk of no length": CHUNKED + b"\r\n{}\r\n0\r\n\r\n",
+    "chunk of words": CHUNKED + b"two\r\n{}\r\n0\r\n\r\n",
+    "longer chunk": CHUNKED + b"2\r\n{}{}\r\n0\r\n\r\n",
+    "endless chunk": CHUNKED + b"fffffffffffffffff\r\n{}",
+}
+REFUSED = {
+    **{name: (431, "headers_too_large", head) for name, head in LARGE_HEADS.items()},
+    **{name: (400, "bad_request", data) for name, data in NOT_HTTP.items()},
+}
+
+
+@pytest.mark.parametrize(("status", "code", "data"), REFUSED.values(), ids=REFUSED)
+async def test_what_is_not_http_is_refused(
+    client: Client, lines: list[EventDict], engine: FakeEngine, status: int, code: str, data: bytes
+) -> None:
+    """Invalid data and too large heads get an error of the one shape at once, are logged, and end the connection."""
+    answer = await client.ask(data)
+    assert (status, code, True) == (answer.status, answer.code, answer.closes)
+    assert await client.ended()
+    assert (status, code) == (lines[-1]["status"], lines[-1]["code"])
     assert answer.headers["x-request-id"] == lines[-1]["request_id"]
+    assert engine.asked is None
 
 
-async def test_a_head_of_nearly_the_limit_is_read(listen: Listen) -> None:
+async def test_a_head_of_nearly_the_limit_is_read(client: Client) -> None:
     """What is allowed is answered, in pieces and behind a body, too."""
     large = post(more=b"X: %s\r\n" % (b"a" * 65_000))
-    async with listen() as server, server.client() as client:
-        for _ in range(3):
-            client.send(large[:200])
-            await asyncio.sleep(0.01)
-            client.send(large[200:40_000])
-            await asyncio.sleep(0.01)
-            client.send(large[40_000:])
-            assert 200 == (await client.answer()).status
-        client.send(b"GET /health/live?%s HTTP/1.1\r\n\r\n" % (b"%ff" * 2700))
-        assert 200 == (await client.answer()).status
+    for _ in range(3):
+        client.send(large[:200])
+        await asyncio.sleep(0.01)
+        client.send(large[200:40_000])
+        await asyncio.sleep(0.01)
+        assert 200 == (await client.ask(large[40_000:])).status
+    answer = await client.ask(b"GET /health/live?%s HTTP/1.1\r\n\r\n" % (b"%ff" * 2700))
+    assert 200 == answer.status
 
 
-async def test_what_stands_behind_a_body_is_read_past(listen: Listen) -> None:
+async def test_what_stands_behind_a_body_is_read_past(client: Client) -> None:
     """A chunked body may have trailers, which are ignored."""
     behind = b"".join(b"X%d: a\r\n" % n for n in range(2 * connection_module.HEADERS))
-    async with listen() as server, server.client() as client:
-        for _ in range(2):
-            client.send(CHUNKED + b"f\r\n%s\r\n0\r\n%s\r\n" % (BODY, behind))
-            assert 200 == (await client.answer()).status
+    for _ in range(2):
+        answer = await client.ask(CHUNKED + b"f\r\n%s\r\n0\r\n%s\r\n" % (BODY, behind))
+        assert 200 == answer.status
+
+
+async def drip(client: Client, piece: bytes) -> None:
+    """Send a piece every hundredth of a second."""
+    while piece:
+        client.send(piece)
+        await asyncio.sleep(0.01)
 
 
 async def test_a_slow_head_is_given_up(listen: Listen) -> None:
     """A client that sends headers too slowly, at any steady rate, gets 408 and is disconnected."""
     async with listen(header_timeout_s=0.2) as server, server.client() as client:
-
-        async def drip() -> None:
-            client.send(b"GET / HTTP/1.1\r\nX: ")
-            while True:
-                client.send(b"a")
-                await asyncio.sleep(0.01)
-
-        dripping = asyncio.create_task(drip())
+        client.send(b"GET / HTTP/1.1\r\nX: ")
+        dripping = asyncio.create_task(drip(client, b"a"))
         answer = await client.answer()
         assert (408, "slow_headers", True) == (answer.status, answer.code, answer.closes)
         assert await client.ended()
@@ -360,13 +375,7 @@ async def test_a_slow_head_is_given_up(listen: Listen) -> None:
 async def test_a_silent_connection_is_closed(listen: Listen, said: bytes) -> None:
     """A client that connects and sends nothing is disconnected without a response."""
     async with listen(idle_s=0.2) as server, server.client() as client:
-
-        async def drip() -> None:
-            while said:
-                client.send(said)
-                await asyncio.sleep(0.01)
-
-        dripping = asyncio.create_task(drip())
+        dripping = asyncio.create_task(drip(client, said))
         with suppress(ConnectionResetError):  # of a line that was on its way when it was closed
             assert await client.ended()
         dripping.cancel()
@@ -419,46 +428,18 @@ async def test_a_busy_connection_is_not_silent(listen: Listen, engine: FakeEngin
         engine.hold.set()
         assert 200 == (await client.answer()).status
         await asyncio.sleep(0.3)
-        client.send(GET[20:])
-        assert 200 == (await client.answer()).status
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        b"\x16\x03\x01\x02\x00\x01\x00",
-        b"hello\r\n\r\n",
-        b"POST /classify HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
-        b"POST /classify HTTP/1.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
-        b"GET http://[ HTTP/1.1\r\n\r\n",
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        CHUNKED + b"not a length\r\n",
-    ],
-    ids=["tls", "words", "negative-length", "two-lengths", "no-address", "http2", "bad-chunk"],
-)
-async def test_what_is_not_http_is_refused(
-    listen: Listen, lines: list[EventDict], engine: FakeEngine, said: bytes
-) -> None:
-    """In the one shape, and logged like a request."""
-    async with listen() as server, server.client() as client:
-        client.send(said)
-        answer = await client.answer()
-        assert (400, "bad_request", True) == (answer.status, answer.code, answer.closes)
-        assert await client.ended()
-    assert (400, "bad_request") == (lines[-1]["status"], lines[-1]["code"])
-    assert engine.asked is None
+        assert 200 == (await client.ask(GET[20:])).status
 
 
 @pytest.mark.parametrize("wrong", [b"and then nonsense\r\n\r\n", CHUNKED + b"not a length\r\n"])
-async def test_a_refusal_waits_its_turn(listen: Listen, engine: FakeEngine, wrong: bytes) -> None:
+async def test_a_refusal_waits_its_turn(client: Client, engine: FakeEngine, wrong: bytes) -> None:
     """What came whole before it is answered first."""
     engine.hold = asyncio.Event()
-    async with listen() as server, server.client() as client:
-        client.send(post(), post(), wrong)
-        await engine.reached.wait()
-        engine.hold.set()
-        assert [200, 200, 400] == [(await client.answer()).status for _ in range(3)]
-        assert await client.ended()
+    client.send(post(), post(), wrong)
+    await engine.reached.wait()
+    engine.hold.set()
+    assert [200, 200, 400] == [(await client.answer()).status for _ in range(3)]
+    assert await client.ended()
 
 
 @pytest.mark.parametrize(
@@ -471,44 +452,40 @@ async def test_a_refusal_waits_its_turn(listen: Listen, engine: FakeEngine, wron
 )
 @pytest.mark.parametrize("pause_s", [0, 0.02], ids=["at-once", "head-first"])
 async def test_another_protocol_is_not_taken_up(
-    listen: Listen, body: bytes, pause_s: float
+    client: Client, body: bytes, pause_s: float
 ) -> None:
     """A request that offers HTTP/2 on the way, as Java's client does, is answered in HTTP/1.1, body and all."""
     offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
     framing, _, rest = body.partition(b"\r\n\r\n")
-    async with listen() as server, server.client() as client:
-        for _ in range(2):
-            client.send(HEAD + offer + framing + b"\r\n\r\n")
-            await asyncio.sleep(pause_s)
-            client.send(rest)
-            assert 200 == (await client.answer()).status
-        client.send(GET.replace(b"Host", b"Connection: Upgrade\r\nUpgrade: websocket\r\nHost"))
-        assert 200 == (await client.answer()).status
+    for _ in range(2):
+        client.send(HEAD + offer + framing + b"\r\n\r\n")
+        await asyncio.sleep(pause_s)
+        assert 200 == (await client.ask(rest)).status
+    websocket = GET.replace(b"Host", b"Connection: Upgrade\r\nUpgrade: websocket\r\nHost")
+    assert 200 == (await client.ask(websocket)).status
 
 
 @pytest.mark.parametrize("body", [BODY, b""], ids=["body", "none"])
-async def test_what_comes_behind_an_offer_is_answered(listen: Listen, body: bytes) -> None:
+async def test_what_comes_behind_an_offer_is_answered(client: Client, body: bytes) -> None:
     """In the same piece, be it another offer or not."""
     offer = post(body, b"Connection: Upgrade\r\nUpgrade: h2c\r\n")
     status = 200 if body else 400
-    async with listen() as server, server.client() as client:
-        client.send(offer + GET + offer + offer + post() + b"and then nonsense\r\n\r\n")
-        answers = [await client.answer() for _ in range(6)]
-        assert [status, 200, status, status, 200, 400] == [answer.status for answer in answers]
-        assert await client.ended()
+    client.send(offer + GET + offer + offer + post() + b"and then nonsense\r\n\r\n")
+    answers = [await client.answer() for _ in range(6)]
+    assert [status, 200, status, status, 200, 400] == [answer.status for answer in answers]
+    assert await client.ended()
 
 
-async def test_requests_may_be_sent_ahead(listen: Listen) -> None:
+async def test_requests_may_be_sent_ahead(client: Client) -> None:
     """Some are answered in order, and a flood only as far as the limit, whose last answer says so."""
-    async with listen() as server, server.client() as client:
-        client.send(GET * 20)
-        assert [200] * 20 == [(await client.answer()).status for _ in range(20)]
-        client.send(GET * 5_000)
-        answers = [await client.answer()]
-        while not answers[-1].closes:
-            answers.append(await client.answer())
-        assert connection_module.PIPELINED + 1 == len(answers)
-        assert await client.ended()
+    client.send(GET * 20)
+    assert [200] * 20 == [(await client.answer()).status for _ in range(20)]
+    client.send(GET * 5_000)
+    answers = [await client.answer()]
+    while not answers[-1].closes:
+        answers.append(await client.answer())
+    assert connection_module.PIPELINED + 1 == len(answers)
+    assert await client.ended()
 
 
 async def test_pipelined_requests_of_a_disconnected_client_are_dropped(
@@ -534,16 +511,14 @@ async def test_a_refused_body_is_read_to_its_end(listen: Listen, engine: FakeEng
         await client.writer.drain()
         answer = await client.answer()
         assert (413, "too_large", False) == (answer.status, answer.code, answer.closes)
-        client.send(post())
-        assert 200 == (await client.answer()).status
+        assert 200 == (await client.ask(post())).status
 
 
 async def test_a_refused_body_of_unknown_length_ends_the_connection(listen: Listen) -> None:
     """The refusal announces the end with `Connection: close`, so that a proxy does not reuse the connection."""
     chunk = b"400\r\n%s\r\n" % (b"x" * 1024)
     async with listen(max_body_bytes=1000) as server, server.client() as client:
-        client.send(CHUNKED + chunk * 10)
-        answer = await client.answer()
+        answer = await client.ask(CHUNKED + chunk * 10)
         assert (413, "too_large", True) == (answer.status, answer.code, answer.closes)
         assert await client.ended()
 
@@ -556,8 +531,7 @@ async def test_a_refused_body_does_not_count_as_silence(
     waits: list[float] = []
     monkeypatch.setattr(Connection, "expect_request", lambda _, seconds: waits.append(seconds))
     async with listen(max_body_bytes=1000) as server, server.client() as client:
-        client.send(body[:2000])
-        assert 413 == (await client.answer()).status
+        assert 413 == (await client.ask(body[:2000])).status
         assert [75, 75] == waits
         client.send(body[2000:])
         await until(lambda: [75, 75, 75] == waits)
@@ -722,19 +696,16 @@ async def test_a_connection_too_many_is_refused(listen: Listen, lines: list[Even
     async with listen(max_connections=2) as server, busy_client(server) as first:
         async with busy_client(server) as second:
             async with server.client() as third:
-                third.send(post(b"x" * 5_000_000), GET)
-                answer = await third.answer()
+                answer = await third.ask(post(b"x" * 5_000_000), GET)
                 assert (503, True) == (answer.status, answer.closes)
                 assert "too_many_connections" == answer.code == lines[-1]["code"]
                 assert int(answer.headers["retry-after"]) >= 1
                 assert await third.ended()
             for client in (first, second):
-                client.send(post()[-1:])
-                assert 200 == (await client.answer()).status
+                assert 200 == (await client.ask(post()[-1:])).status
         await until(lambda: len(server.state.connections) == 1)
         async with server.client() as fourth:
-            fourth.send(post())
-            answer = await fourth.answer()
+            answer = await fourth.ask(post())
             assert (200, False) == (answer.status, answer.closes)
 
 
@@ -752,8 +723,7 @@ async def test_connections_without_a_request_make_room(listen: Listen, said: byt
                 with suppress(ConnectionResetError):
                     assert await first.ended()
                 assert not second.reader.at_eof()
-        busy.send(post()[-1:])
-        assert 200 == (await busy.answer()).status
+        assert 200 == (await busy.ask(post()[-1:])).status
 
 
 async def test_idle_connections_make_room(listen: Listen, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -764,18 +734,14 @@ async def test_idle_connections_make_room(listen: Listen, monkeypatch: pytest.Mo
         server.client() as second,
     ):
         for client in (first, second, first):
-            client.send(post())
-            assert 200 == (await client.answer()).status
+            assert 200 == (await client.ask(post())).status
         async with server.client() as third:
-            third.send(post())
-            assert "too_many_connections" == (await third.answer()).code
+            assert "too_many_connections" == (await third.ask(post())).code
         monkeypatch.setattr(connection_table_module, "IDLE_S", 0.0)
         async with server.client() as fourth:
-            fourth.send(post())
-            assert 200 == (await fourth.answer()).status
+            assert 200 == (await fourth.ask(post())).status
             assert await second.ended()
-        first.send(post())
-        assert 200 == (await first.answer()).status
+        assert 200 == (await first.ask(post())).status
 
 
 async def test_a_request_that_has_just_come_is_not_closed_for_another(listen: Listen) -> None:
@@ -799,16 +765,14 @@ async def test_a_crowded_service_is_not_a_dead_one(listen: Listen, path: bytes) 
     ready = GET.replace(b"/health/live", b"/health/ready")
     async with listen(max_connections=1) as server:
         async with busy_client(server), server.client() as prober:
-            prober.send(GET.replace(b"/health/live", path))
-            answer = await prober.answer()
+            answer = await prober.ask(GET.replace(b"/health/live", path))
             assert (503 if path == b"/health/ready" else 200, True) == (
                 answer.status,
                 answer.closes,
             )
         await until(lambda: not server.state.connections)
         async with server.client() as prober:
-            prober.send(ready)
-            assert 200 == (await prober.answer()).status
+            assert 200 == (await prober.ask(ready)).status
 
 
 async def test_a_connection_too_many_is_not_waited_for(
@@ -839,8 +803,7 @@ async def test_a_flood_leaves_room_for_a_health_check(listen: Listen) -> None:
             await flood.enter_async_context(server.client())
         await until(lambda: len(server.state.connections) == 1 + FEW)
         async with server.client() as prober:
-            prober.send(GET)
-            assert 200 == (await prober.answer()).status
+            assert 200 == (await prober.ask(GET)).status
 
 
 async def test_an_excess_connection_takes_no_other_place(listen: Listen) -> None:
@@ -851,8 +814,7 @@ async def test_an_excess_connection_takes_no_other_place(listen: Listen) -> None
             await until(lambda: len(server.state.connections) == 2)
         await until(lambda: len(server.state.connections) == 1)
         async with server.client() as client:
-            client.send(post())
-            assert 200 == (await client.answer()).status
+            assert 200 == (await client.ask(post())).status
         crowded[1].transport.abort()
 
 
@@ -877,17 +839,14 @@ def busy(engines: FakeEngines) -> None:
 
 
 async def test_an_overloaded_service_answers_like_the_application(
-    listen: Listen, busy: None, lines: list[EventDict]
+    client: Client, busy: None, lines: list[EventDict]
 ) -> None:
     """The refusal that never reaches the application says what the application's would, and is recorded."""
-    async with listen() as server, server.client() as client:
-        client.writer.write(embed(headers="X-Request-Id: mine\r\n") + EMBED)
-        early = await client.answer()
-        client.writer.write(embed(headers="X-Request-Id: mine\r\nOrigin: http://a\r\n") + EMBED)
-        full = await client.answer()
-        client.writer.write(embed(headers="X-Request-Id: mine\r\nConnection: close\r\n") + EMBED)
-        assert (await client.answer()).closes
-        assert await client.ended()
+    early = await client.ask(embed(headers="X-Request-Id: mine\r\n") + EMBED)
+    full = await client.ask(embed(headers="X-Request-Id: mine\r\nOrigin: http://a\r\n") + EMBED)
+    client.send(embed(headers="X-Request-Id: mine\r\nConnection: close\r\n") + EMBED)
+    assert (await client.answer()).closes
+    assert await client.ended()
     assert early.status == full.status == 429
     assert json.loads(early.body)["error"]["code"] == "overloaded"
     assert {*early.headers} == {*full.headers}
@@ -900,26 +859,22 @@ async def test_an_overloaded_service_answers_like_the_application(
 
 
 async def test_a_refused_body_is_dropped_and_the_connection_stays(
-    listen: Listen, busy: None, engines: FakeEngines
+    client: Client, busy: None, engines: FakeEngines
 ) -> None:
     """The rest of a large body is discarded, and the next request on the connection is answered."""
-    async with listen() as server, server.client() as client:
-        client.writer.write(embed(3_000_000) + b"a" * 1_000_000)
-        assert (await client.answer()).status == 429
-        client.writer.write(b"a" * 2_000_000)
-        engines.told = None
-        client.writer.write(embed() + EMBED)
-        assert (await client.answer()).status == 200
+    assert 429 == (await client.ask(embed(3_000_000) + b"a" * 1_000_000)).status
+    client.send(b"a" * 2_000_000)
+    engines.told = None
+    assert 200 == (await client.ask(embed() + EMBED)).status
 
 
 async def test_requests_sent_ahead_are_refused_in_their_order(
-    listen: Listen, busy: None, engines: FakeEngines
+    client: Client, busy: None, engines: FakeEngines
 ) -> None:
     """Ten at once, with a page between them that is never refused."""
-    async with listen() as server, server.client() as client:
-        page = b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n"
-        client.writer.write((embed() + EMBED) * 5 + page + (embed() + EMBED) * 4)
-        statuses = [(await client.answer()).status for _ in range(10)]
+    page = b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n"
+    client.send((embed() + EMBED) * 5 + page + (embed() + EMBED) * 4)
+    statuses = [(await client.answer()).status for _ in range(10)]
     assert statuses == [429] * 5 + [200] + [429] * 4
 
 
@@ -931,12 +886,11 @@ async def test_a_disconnect_during_a_delayed_refusal_leaves_nothing(
     async with listen() as server:
         for _ in range(3):
             async with server.client() as client:
-                client.writer.write(embed() + EMBED)
+                client.send(embed() + EMBED)
                 await asyncio.sleep(0.05)
         await until(lambda: not server.state.connections)
         async with server.client() as client:
-            client.writer.write(embed() + EMBED)
-            assert (await client.answer()).status == 429
+            assert 429 == (await client.ask(embed() + EMBED)).status
 
 
 def broken(*_: object) -> None:
@@ -958,8 +912,7 @@ async def test_our_bug_is_never_a_bad_request(
     """The client gets 500, and the log a traceback; the connection is not left without an answer."""
     monkeypatch.setattr(f"service.{place}", broken)
     async with listen() as server, server.client() as client:
-        client.writer.write(embed() + EMBED)
-        assert (await client.answer()).status == 500
+        assert 500 == (await client.ask(embed() + EMBED)).status
     assert "unexpected error" in [line["event"] for line in lines]
 
 
@@ -984,8 +937,7 @@ async def test_a_request_has_one_answer_though_it_cannot_be_recorded(
     monkeypatch.setattr(f"service.{place}", broken)
     async with asyncio.timeout(10), listen() as server, server.client() as client:
         for _ in range(3):
-            client.writer.write(embed() + EMBED)
-            answer = await client.answer()
+            answer = await client.ask(embed() + EMBED)
             assert (status, False) == (answer.status, answer.closes)
 
 
@@ -999,10 +951,9 @@ async def test_a_flood_of_pipelined_refusals_is_answered(
     async with asyncio.timeout(60), listen() as server, AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(server.client()) for _ in range(64)]
         for client in clients:
-            client.writer.write((embed() + EMBED) * 50)
+            client.send((embed() + EMBED) * 50)
         async with server.client() as control:
-            control.writer.write(embed() + EMBED)
-            assert (await control.answer()).status == 429
+            assert 429 == (await control.ask(embed() + EMBED)).status
         for client in clients:
             assert [429] * 50 == [(await client.answer()).status for _ in range(50)]
 
@@ -1017,8 +968,7 @@ async def test_a_url_in_the_request_line_is_answered(
     """A server must accept the form that clients send to a proxy: RFC 9112, 3.2.2. Its path may be missing."""
     async with listen(log_level="debug") as server, server.client() as client:
         for url in (b"http://quartet" + target, b"HTTPS://quartet:8000" + target):
-            client.send(b"GET %s HTTP/1.1\r\nHost: quartet\r\n\r\n" % url)
-            answer = await client.answer()
+            answer = await client.ask(b"GET %s HTTP/1.1\r\nHost: quartet\r\n\r\n" % url)
             assert (404 if path == "/nothing" else 200, False) == (answer.status, answer.closes)
     assert {path} == {line["path"] for line in lines if line["event"] == "request"}
 
@@ -1027,12 +977,11 @@ async def test_a_url_in_the_request_line_is_answered(
     "target", [b"http://", b"http:///a", b"http://q:99999/", b"ftp://q", b"ftp://q/a", b"a"]
 )
 async def test_a_wrong_target_is_named(
-    listen: Listen, lines: list[EventDict], target: bytes
+    client: Client, lines: list[EventDict], target: bytes
 ) -> None:
     """The client gets 400 with a message of ours, and the log no traceback."""
-    async with listen() as server, server.client() as client:
-        client.send(b"GET %s HTTP/1.1\r\nHost: quartet\r\n\r\n" % target)
-        assert (400, "bad_request") == ((answer := await client.answer()).status, answer.code)
+    client.send(b"GET %s HTTP/1.1\r\nHost: quartet\r\n\r\n" % target)
+    assert (400, "bad_request") == ((answer := await client.answer()).status, answer.code)
     assert b"b'" not in answer.body
     assert "unexpected error" not in [line["event"] for line in lines]
 
@@ -1124,10 +1073,8 @@ async def test_a_head_behind_requests_that_wait_may_come_later(
         await asyncio.sleep(1.5)
         engine.hold.set()
         assert [200, 200] == [(await client.answer()).status for _ in range(2)]
-        client.send(GET[20:])
-        assert 200 == (await client.answer()).status
-        client.send(GET[:20])
-        assert "slow_headers" == (await client.answer()).code
+        assert 200 == (await client.ask(GET[20:])).status
+        assert "slow_headers" == (await client.ask(GET[:20])).code
 
 
 @pytest.mark.parametrize("way", ["closes", "half-closes", "resets"])
@@ -1196,8 +1143,12 @@ async def test_small_chunks_share_a_rate(listen: Listen, monkeypatch: pytest.Mon
             client.send(CHUNKED + in_chunks(b" " * 100_000))
         for _ in range(20):
             other = await stack.enter_async_context(server.client())
-            other.send(CHUNKED + in_chunks(BODY + b" " * 300_000, 4096) + b"0\r\n\r\n")
-            assert 200 == (await other.answer()).status
+            assert (
+                200
+                == (
+                    await other.ask(CHUNKED + in_chunks(BODY + b" " * 300_000, 4096) + b"0\r\n\r\n")
+                ).status
+            )
         lasted = time.monotonic() - began
     slices = (
         10 * connection_module.SLICE / len(in_chunks(b" "))
@@ -1207,10 +1158,8 @@ async def test_small_chunks_share_a_rate(listen: Listen, monkeypatch: pytest.Mon
     assert seen < 1_000_000
 
 
-async def test_a_body_in_small_chunks_is_read(listen: Listen) -> None:
+async def test_a_body_in_small_chunks_is_read(client: Client) -> None:
     """It is slow, but complete, and the next request on the connection is answered, too."""
-    text = b"a " * 10_000
-    async with listen() as server, server.client() as client:
-        client.send(CHUNKED + in_chunks(b'{"inputs": "%s"}' % text) + b"0\r\n\r\n" + GET)
-        assert 200 == (await client.answer()).status
-        assert 200 == (await client.answer()).status
+    chunks = in_chunks(b'{"inputs": "%s"}' % (b"a " * 10_000))
+    assert 200 == (await client.ask(CHUNKED + chunks + b"0\r\n\r\n" + GET)).status
+    assert 200 == (await client.answer()).status
