@@ -46,6 +46,11 @@ class QuartetError(Exception):
     code: ClassVar[str] = "internal"
     closes_connection: ClassVar[bool] = False  # no further request can be read from it
 
+    def __init_subclass__(cls, status: int | None = None, code: str | None = None) -> None:
+        cls.status = status or cls.status
+        if code is not None:
+            cls.code = code
+
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
         self.message = message
@@ -104,43 +109,29 @@ def kinds(root: type[QuartetError] = QuartetError) -> Iterator[type[QuartetError
             yield kind
 
 
-class BadRequest(QuartetError):
-    status = 400
-    code = "bad_request"
+class BadRequest(QuartetError, status=400, code="bad_request"): ...
 
 
-class Unauthorized(QuartetError):
-    status = 401
-    code = "unauthorized"
-
+class Unauthorized(QuartetError, status=401, code="unauthorized"):
     @property
     def headers(self) -> dict[str, str]:
         return {"WWW-Authenticate": "Bearer"}
 
 
-class Forbidden(QuartetError):
-    status = 403
-    code = "forbidden"
+class Forbidden(QuartetError, status=403, code="forbidden"): ...
 
 
-class NotFound(QuartetError):
-    status = 404
-    code = "not_found"
+class NotFound(QuartetError, status=404, code="not_found"): ...
 
 
-class UnknownModel(NotFound):
-    code = "unknown_model"
+class UnknownModel(NotFound, code="unknown_model"): ...
 
 
-class UnknownHead(NotFound):
-    code = "unknown_head"
+class UnknownHead(NotFound, code="unknown_head"): ...
 
 
-class MethodNotAllowed(QuartetError):
+class MethodNotAllowed(QuartetError, status=405, code="method_not_allowed"):
     """A method that the route does not have; `allow` names its methods."""
-
-    status = 405
-    code = "method_not_allowed"
 
     def __init__(self, message: str, *, allow: str) -> None:
         super().__init__(message)
@@ -151,45 +142,32 @@ class MethodNotAllowed(QuartetError):
         return {"Allow": self.allow}
 
 
-class RequestTimeout(QuartetError):
+class RequestTimeout(QuartetError, status=408, code="slow_body"):
     """A body that did not arrive in time; the connection contains a partial request, so it is closed."""
 
-    status = 408
-    code = "slow_body"
     closes_connection = True
 
 
-class SlowHeaders(RequestTimeout):
-    code = "slow_headers"
+class SlowHeaders(RequestTimeout, code="slow_headers"): ...
 
 
-class Conflict(QuartetError):
-    status = 409
-    code = "conflict"
+class Conflict(QuartetError, status=409, code="conflict"): ...
 
 
-class NewEmbeddingSpace(Conflict):
-    code = "new_embedding_space"
+class NewEmbeddingSpace(Conflict, code="new_embedding_space"): ...
 
 
-class ChangedAnswers(Conflict):
-    code = "changed_answers"
+class ChangedAnswers(Conflict, code="changed_answers"): ...
 
 
-class TooLarge(QuartetError):
-    status = 413
-    code = "too_large"
+class TooLarge(QuartetError, status=413, code="too_large"): ...
 
 
-class UnsupportedMediaType(QuartetError):
-    status = 415
-    code = "unsupported_media_type"
+class UnsupportedMediaType(QuartetError, status=415, code="unsupported_media_type"): ...
 
 
-class UnsupportedEncoding(UnsupportedMediaType):
+class UnsupportedEncoding(UnsupportedMediaType, code="unsupported_encoding"):
     """A body with an unsupported content encoding; `accepted` names the supported ones."""
-
-    code = "unsupported_encoding"
 
     def __init__(self, message: str, *, accepted: str, param: str | None = None) -> None:
         super().__init__(message, param=param)
@@ -200,21 +178,14 @@ class UnsupportedEncoding(UnsupportedMediaType):
         return {"Accept-Encoding": self.accepted}
 
 
-class InvalidInput(QuartetError):
-    status = 422
-    code = "invalid"
+class InvalidInput(QuartetError, status=422, code="invalid"): ...
 
 
-class BadBundle(QuartetError):
-    status = 422
-    code = "bad_bundle"
+class BadBundle(QuartetError, status=422, code="bad_bundle"): ...
 
 
-class Overloaded(RetryableError):
+class Overloaded(RetryableError, status=429, code="overloaded"):
     """A request refused because of load; `Retry-After` is 1 to 60 seconds, so that retries are spread over time."""
-
-    status = 429
-    code = "overloaded"
 
     def __init__(
         self, message: str, *, retry_after_s: float = 1.0, param: str | None = None
@@ -222,46 +193,31 @@ class Overloaded(RetryableError):
         super().__init__(message, retry_after_s=min(max(retry_after_s, 1.0), 60.0), param=param)
 
 
-class RateLimited(RetryableError):
-    status = 429
-    code = "rate_limited"
+class RateLimited(RetryableError, status=429, code="rate_limited"): ...
 
 
-class HeadersTooLarge(QuartetError):
-    status = 431
-    code = "headers_too_large"
+class HeadersTooLarge(QuartetError, status=431, code="headers_too_large"): ...
 
 
-class InternalError(QuartetError):
-    status = 500
-    code = "internal"
+class InternalError(QuartetError, status=500, code="internal"): ...
 
 
-class InferenceFailed(InternalError):
-    code = "inference_failed"
+class InferenceFailed(InternalError, code="inference_failed"): ...
 
 
-class TooManyConnections(RetryableError):
-    status = 503
-    code = "too_many_connections"
+class TooManyConnections(RetryableError, status=503, code="too_many_connections"): ...
 
 
-class NotReady(RetryableError):
-    status = 503
-    code = "not_ready"
+class NotReady(RetryableError, status=503, code="not_ready"): ...
 
 
-class Draining(NotReady):
-    code = "draining"
+class Draining(NotReady, code="draining"): ...
 
 
-class ReplicaLost(NotReady):
-    code = "replica_lost"
+class ReplicaLost(NotReady, code="replica_lost"): ...
 
 
-class DeadlineExceeded(QuartetError):
-    status = 504
-    code = "deadline_exceeded"
+class DeadlineExceeded(QuartetError, status=504, code="deadline_exceeded"): ...
 
 
 class ClientDisconnected(Exception):
