@@ -107,10 +107,10 @@ def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder)
     guards = access_checks(settings)
     lifecycle = RequestLifecycle(
         metrics=metrics,
-        process=service,
+        service=service,
         checks=[check_refusal, *guards, EarlyRejection(service)],
         routes=routes,
-        paths=Paths(settings.root_dialect),
+        resolve=Paths(settings.root_dialect).resolve,
         trusted=settings.forwarded_allow_ips,
     )
     app = Application(
@@ -128,7 +128,7 @@ def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder)
     app.state.service = service
     app.state.lifecycle = lifecycle
     app.state.keys = next((guard for guard in guards if isinstance(guard, KeyCheck)), None)
-    app.add_middleware(LifecycleMiddleware, lifecycle=lifecycle, process=service)
+    app.add_middleware(LifecycleMiddleware, lifecycle=lifecycle)
     if settings.cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origins, **CORS)
     app.add_middleware(BriefFailure)

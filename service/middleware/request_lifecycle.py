@@ -6,7 +6,6 @@ the exception with its traceback and responds with the code of an internal error
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
 from urllib.parse import quote
 
 import structlog
@@ -26,12 +25,8 @@ from service.errors import (
 from service.middleware.client_address import ClientAddresses
 from service.middleware.refusal_throttle import RefusalThrottle
 from service.middleware.refusals import log_internal_error, refusal_response
-from service.middleware.request_context import (
-    CONTEXT,
-    RequestContext,
-    context_of,
-    new_context,
-)
+from service.middleware.request_context import CONTEXT, RequestContext, context_of, new_context
+from service.middleware.service_state import Service
 from service.observability.logs import NAMES, QUIET_ROUTES, LogLimiter, log_request
 from service.observability.metrics import Recorder
 
@@ -57,26 +52,14 @@ def check_refusal(scope: Scope, context: RequestContext) -> None:
 Trace = Callable[[str, str, Scope, RequestContext], None]
 
 
-class Process(Protocol):
-    """The process state that the lifecycle reads: whether the process is shutting down."""
-
-    @property
-    def draining(self) -> bool: ...
-
-
-class PathResolver(Protocol):
-    """Finds the path of the route that a request is for, and the form of its errors."""
-
-    def resolve(
-        self, method: str, path: str
-    ) -> tuple[str, Callable[[QuartetError], ErrorForm]]: ...
+# Returns the path of the route that a request with a method and a path is for, and the form of its errors.
+Resolve = Callable[[str, str], tuple[str, Callable[[QuartetError], ErrorForm]]]
 
 
 class RequestLifecycle:
     """Identifies and checks every request at its arrival, and records it at its end.
 
     routes: paths that the log and the metrics use as labels
-    paths: finds the path of a route, and how its API shows errors
     trace: creates the spans of a request; None while tracing is off
     trusted: proxies whose headers identify the client, in the format of `forwarded_allow_ips`
     """
@@ -87,21 +70,20 @@ class RequestLifecycle:
         self,
         *,
         metrics: Recorder,
-        process: Process,
+        service: Service,
         checks: Sequence[Check] = (),
         routes: Collection[str] = (),
-        paths: PathResolver | None = None,
+        resolve: Resolve | None = None,
         trusted: str = "",
     ) -> None:
+        self.service = service
         self.throttle = RefusalThrottle()
-        self.key_throttle = (
-            RefusalThrottle()
-        )  # apart, so that strangers do not delay the refusals of tenants
+        # Apart, so that strangers do not delay the refusals of tenants.
+        self.key_throttle = RefusalThrottle()
         self._metrics = metrics
-        self._process = process
         self._checks = checks
         self._routes = routes
-        self._paths = paths
+        self._resolve = resolve
         self._refusals: dict[int, LogLimiter] = {}  # by status
         self._client_of = ClientAddresses(trusted)
         self._log = structlog.get_logger().bind()
@@ -109,9 +91,8 @@ class RequestLifecycle:
     def receive(self, scope: Scope) -> RequestContext:
         """Create the context of a request and run the checks. A rejected request has its error in `refusal`."""
         context = new_context(scope)
-        if self._paths is not None:
-            path = scope["path"]
-            scope["path"], context.error_form = self._paths.resolve(scope["method"], path)
+        if self._resolve is not None:
+            scope["path"], context.error_form = self._resolve(scope["method"], scope["path"])
         try:
             context.client = self._client_of(scope)
             for check in self._checks:
@@ -129,7 +110,7 @@ class RequestLifecycle:
         While the process drains, every response closes its connection.
         """
         headers = {"X-Request-Id": context.request_id, "X-Content-Type-Options": "nosniff"}
-        context.closes |= self._process.draining
+        context.closes |= self.service.draining
         if context.drops_body is not None:
             context.closes |= context.drops_body()
         if context.closes:
@@ -200,10 +181,9 @@ def short(path: str) -> str:
 class LifecycleMiddleware:
     """Responds to refused requests and unexpected exceptions, and records each request."""
 
-    def __init__(self, app: ASGIApp, *, lifecycle: RequestLifecycle, process: Process) -> None:
+    def __init__(self, app: ASGIApp, *, lifecycle: RequestLifecycle) -> None:
         self.app = app
         self.lifecycle = lifecycle
-        self.process = process
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -233,7 +213,7 @@ class LifecycleMiddleware:
         except ClientDisconnected:
             context.status = CLIENT_GONE
         except asyncio.CancelledError:
-            if context.status or not self.process.draining:
+            if context.status or not self.lifecycle.service.draining:
                 raise
             draining = Draining("the server is shutting down")
             await refusal_response(scope, draining)(scope, receive, send)

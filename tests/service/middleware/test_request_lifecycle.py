@@ -248,8 +248,8 @@ async def context(inner: Callable[[Scope, Receive, Send], Awaitable[None]]) -> l
 
     scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
     process = Process()
-    lifecycle = RequestLifecycle(metrics=Metrics(), process=process)
-    await LifecycleMiddleware(inner, lifecycle=lifecycle, process=process)(scope, receive, send)
+    lifecycle = RequestLifecycle(metrics=Metrics(), service=process)
+    await LifecycleMiddleware(inner, lifecycle=lifecycle)(scope, receive, send)
     return sent
 
 
@@ -302,7 +302,7 @@ def test_the_first_of_several_headers_of_one_name_counts() -> None:
     """As the framework has it."""
     pairs = [(b"x-priority", b"bulk"), (b"x-request-id", b"a"), (b"x-priority", b"interactive")]
     scope = {"type": "http", "method": "POST", "path": "/embed", "headers": pairs}
-    context = RequestLifecycle(metrics=Metrics(), process=Staying()).receive(scope)
+    context = RequestLifecycle(metrics=Metrics(), service=Staying()).receive(scope)
     assert context.headers == {"x-priority": "bulk", "x-request-id": "a"}
     assert context.request_id == "a"
 
@@ -313,7 +313,7 @@ async def test_a_connection_is_closed_by_one_header() -> None:
     async def asking(scope: Scope, receive: Receive, send: Send) -> None:
         await refusal_response(scope, RequestTimeout("slow"))(scope, receive, send)
 
-    lifecycle = RequestLifecycle(metrics=Metrics(), process=Leaving())
+    lifecycle = RequestLifecycle(metrics=Metrics(), service=Leaving())
     sent: list[Message] = []
 
     async def send(message: Message) -> None:
@@ -323,7 +323,7 @@ async def test_a_connection_is_closed_by_one_header() -> None:
         raise AssertionError("nothing is read")
 
     scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
-    await LifecycleMiddleware(asking, lifecycle=lifecycle, process=Leaving())(scope, receive, send)
+    await LifecycleMiddleware(asking, lifecycle=lifecycle)(scope, receive, send)
     names = [name for name, _ in sent[0]["headers"]]
     assert names.count(b"connection") == 1
     assert b"x-request-id" in names
@@ -343,7 +343,7 @@ def test_a_refusal_leaves_no_garbage() -> None:
     def refuse(scope: Scope, context: RequestContext) -> None:
         raise Overloaded("too much", retry_after_s=1.0)
 
-    lifecycle = RequestLifecycle(metrics=Metrics(), process=Staying(), checks=[refuse])
+    lifecycle = RequestLifecycle(metrics=Metrics(), service=Staying(), checks=[refuse])
     scope = {"type": "http", "method": "POST", "path": "/embed", "headers": []}
     gc.disable()
     try:

@@ -110,7 +110,7 @@ Listen = Callable[..., AbstractAsyncContextManager[Listening]]
 
 def bare() -> RequestLifecycle:
     """One for applications that are not ours."""
-    return RequestLifecycle(metrics=Metrics(), process=SimpleNamespace(draining=False))
+    return RequestLifecycle(metrics=Metrics(), service=SimpleNamespace(draining=False))
 
 
 @asynccontextmanager
