@@ -151,11 +151,7 @@ class Bert(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(
-        self,
-        input_ids: Tensor,
-        token_type_ids: Tensor,
-        position_ids: Tensor,
-        layout: PackedLayout,
+        self, input_ids: Tensor, token_type_ids: Tensor, position_ids: Tensor, layout: PackedLayout
     ) -> Tensor:
         """`[T]` each -> `[T, H]`. layout: where each sequence is among the T tokens"""
         x = self.embeddings(input_ids, token_type_ids, position_ids)  # [T, H]

@@ -233,11 +233,7 @@ def questions(
 
 
 def make(
-    files: Sequence[Path],
-    count: int,
-    seed: int = 1,
-    share_named: float = NAMED,
-    lost: float = LOST,
+    files: Sequence[Path], count: int, seed: int = 1, share_named: float = NAMED, lost: float = LOST
 ) -> Iterator[GeneratedQuestion]:
     """Make at most `count` questions, in the order of the text; see `questions`."""
     rng = random.Random(seed)

@@ -153,11 +153,7 @@ class BertConfig:
 def _shape(layers: int, hidden: int) -> dict[str, int]:
     # The head size is 64, as in Google's releases, except in `small`, which has MiniLM's 12 heads of 32.
     heads = 12 if hidden == 384 else hidden // 64
-    return {
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-    }
+    return {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
 
 
 PRESETS = {

@@ -86,10 +86,7 @@ def main() -> None:
     try:
         folder = find_checkpoint(arguments.checkpoint)
         blanks = fill(
-            reader.load_pretraining(folder),
-            read_encoder(folder),
-            arguments.text,
-            arguments.top_k,
+            reader.load_pretraining(folder), read_encoder(folder), arguments.text, arguments.top_k
         )
     except ValueError as error:
         parser.error(str(error))

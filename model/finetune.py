@@ -37,12 +37,7 @@ from model.training import defaults, distillation, optim
 from model.training.distillation import DistillationObjective, Teacher, TeacherHead, TrainingTask
 from model.training.run_record import RunRecord, check_output
 from model.training.token_matching_init import init_token_matching
-from model.training.training_run import (
-    TrainingRun,
-    TrainingSettings,
-    run_script,
-    show_metrics,
-)
+from model.training.training_run import TrainingRun, TrainingSettings, run_script, show_metrics
 from service.core import bundle
 from service.core.encode import Encoder, load_tokenizer
 
@@ -344,10 +339,7 @@ def read_tasks(
     weights: Mapping[str, float],
     encoder_teacher: Teacher | None = None,
 ) -> tuple[
-    dict[str, bundle.Head],
-    dict[str, TeacherHead | None],
-    list[TrainingTask],
-    dict[str, DevRows],
+    dict[str, bundle.Head], dict[str, TeacherHead | None], list[TrainingTask], dict[str, DevRows]
 ]:
     """Return each head's description, its teacher's head, the training tasks of its rows, and its dev rows.
 
@@ -394,10 +386,7 @@ def read_tasks(
 
 def with_dropout(s: FinetuneSettings, shape: config.BertConfig) -> config.BertConfig:
     """Return a configuration with the dropout rates of the settings, where they are given."""
-    rates = {
-        "hidden_dropout_prob": s.dropout,
-        "attention_probs_dropout_prob": s.attention_dropout,
-    }
+    rates = {"hidden_dropout_prob": s.dropout, "attention_probs_dropout_prob": s.attention_dropout}
     given = {name: rate for name, rate in rates.items() if rate is not None}
     return dataclasses.replace(shape, **given)
 

@@ -104,12 +104,7 @@ class PretrainSettings(TrainingSettings):
     save_every: int = setting(
         200, "steps between two saved states, from which a run resumes", "200", ge=1
     )
-    eval_every: int = setting(
-        500,
-        "steps between two evaluations",
-        "100",
-        ge=1,
-    )
+    eval_every: int = setting(500, "steps between two evaluations", "100", ge=1)
     held_out: float = setting(
         0.01, "share of the documents held out to evaluate on, 0 for none", "0.01", ge=0, le=0.5
     )

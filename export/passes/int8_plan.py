@@ -66,10 +66,7 @@ class Plan:
 
 
 def plan_products(
-    graph: onnx.GraphProto,
-    inputs: Mapping[str, Floats],
-    trunk: str,
-    split: Mapping[str, Channels],
+    graph: onnx.GraphProto, inputs: Mapping[str, Floats], trunk: str, split: Mapping[str, Channels]
 ) -> dict[str, Plan]:
     """Return the plan of every input of the encoder's products, by the input's name.
 

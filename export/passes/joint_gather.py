@@ -34,9 +34,7 @@ def join_gathers(model: onnx.ModelProto) -> None:
     graph.node.extend(nodes)
 
 
-def _find(
-    graph: onnx.GraphProto,
-) -> Iterator[tuple[NodeProto, list[NodeProto], list[NodeProto]]]:
+def _find(graph: onnx.GraphProto) -> Iterator[tuple[NodeProto, list[NodeProto], list[NodeProto]]]:
     """Yield each Split with the Gather and the Reshape of each of its outputs."""
     made, readers, weights = producers(graph), count_readers(graph), Weights(graph)
     reader = {name: node for node in graph.node for name in node.input[:1]}

@@ -17,12 +17,7 @@ import numpy as np
 import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from export.passes.graph_utils import (
-    attribute,
-    drop_unused_weights,
-    producers,
-    with_inputs,
-)
+from export.passes.graph_utils import attribute, drop_unused_weights, producers, with_inputs
 
 PREFIX = "maskless."  # of the names of added tensors, which contain no weights of the model
 FAR = -1e9  # a score that softmax turns to 0 next to that of any real key

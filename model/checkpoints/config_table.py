@@ -9,13 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from model.checkpoints.hub_names import CheckpointError
-from model.checkpoints.settings_table import (
-    Setting,
-    SettingsFile,
-    honored,
-    no_effect,
-    refused,
-)
+from model.checkpoints.settings_table import Setting, SettingsFile, honored, no_effect, refused
 
 
 def _file(families: str, *settings: Setting) -> SettingsFile:
@@ -131,9 +125,7 @@ ELECTRA = _file(
     ),
 )
 MPNET = _file(
-    "mpnet",
-    *SHAPE,
-    *honored("relative_attention_num_buckets", note="transformers always has 32"),
+    "mpnet", *SHAPE, *honored("relative_attention_num_buckets", note="transformers always has 32")
 )
 MODERNBERT = _file(
     "modernbert",

@@ -19,12 +19,7 @@ from model.checkpoints.sentence_config import (
     is_sentence_directory,
     read_all_modules,
 )
-from model.checkpoints.weight_files import (
-    ADAPTER,
-    INDEX,
-    PICKLE,
-    SAFETENSORS,
-)
+from model.checkpoints.weight_files import ADAPTER, INDEX, PICKLE, SAFETENSORS
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 CONFIG_FILES = ("config.json", "heads.json", "provenance.json", ADAPTER)

@@ -4,10 +4,7 @@ from pathlib import Path
 
 from model.checkpoints.config_table import unknown_settings
 from model.checkpoints.json_files import read_object
-from model.checkpoints.sentence_config import (
-    encoder_folder,
-    unknown_sentence_settings,
-)
+from model.checkpoints.sentence_config import encoder_folder, unknown_sentence_settings
 
 
 def unread_settings(folder: Path) -> str:

@@ -132,11 +132,7 @@ class Discriminator(nn.Module):
         self.replaced.apply(self.encoder.init_weights)
 
     def forward(
-        self,
-        input_ids: Tensor,
-        token_type_ids: Tensor,
-        position_ids: Tensor,
-        layout: PackedLayout,
+        self, input_ids: Tensor, token_type_ids: Tensor, position_ids: Tensor, layout: PackedLayout
     ) -> Tensor:
         return self.replaced(self.encoder(input_ids, token_type_ids, position_ids, layout))  # [T]
 

@@ -269,11 +269,7 @@ class ModernBert(nn.Module):
                 projection.weight.data /= math.sqrt(2 * self.config.num_hidden_layers)
 
     def forward(
-        self,
-        input_ids: Tensor,
-        token_type_ids: Tensor,
-        position_ids: Tensor,
-        layout: PackedLayout,
+        self, input_ids: Tensor, token_type_ids: Tensor, position_ids: Tensor, layout: PackedLayout
     ) -> Tensor:
         """`[T]` each -> `[T, H]`."""
         x = self.embeddings(input_ids, token_type_ids)  # [T, H]

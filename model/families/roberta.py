@@ -72,12 +72,7 @@ ROBERTA = replace(
     architecture="Roberta",
     prefix="roberta.",
     heads=BERT.heads
-    | {
-        "classification": {
-            "pooler.dense": "classifier.dense",
-            "classifier": "classifier.out_proj",
-        }
-    },
+    | {"classification": {"pooler.dense": "classifier.dense", "classifier": "classifier.out_proj"}},
     objectives={
         "masked_lm": "lm_head",
         "masked_lm.dense": "lm_head.dense",

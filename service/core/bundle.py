@@ -40,13 +40,7 @@ MANIFEST = "manifest.json"
 FORMAT_VERSION = 5  # of manifests; the formats before it were not released
 
 Task = Literal[
-    "classification",
-    "ner",
-    "qa",
-    "fill-mask",
-    "embedding",
-    "late-interaction",
-    "sparse-embedding",
+    "classification", "ner", "qa", "fill-mask", "embedding", "late-interaction", "sparse-embedding"
 ]
 Precision = Literal["fp32", "fp16", "int8"]
 GraphLayout = Literal["packed", "portable", "padded", "alone"]

@@ -370,11 +370,7 @@ def find_masks(item: Encoded, mask_token_id: int) -> MaskedText:
 
 
 def fill_mask(
-    text: MaskedText,
-    logits: Sequence[Floats],
-    *,
-    top_k: int,
-    targets: Sequence[int] | None = None,
+    text: MaskedText, logits: Sequence[Floats], *, top_k: int, targets: Sequence[int] | None = None
 ) -> list[list[tuple[int, float]]]:
     """Return the ids of the `top_k` tokens for each mask token, with their probabilities; equal ones by id.
 
@@ -542,11 +538,7 @@ def cosines(query: Floats, vectors: Sequence[Floats]) -> list[float]:
 
 
 def token_vectors(
-    windows: Sequence[Floats],
-    ids: Sequence[Ints],
-    *,
-    normalize: bool,
-    skip: Sequence[int] = (),
+    windows: Sequence[Floats], ids: Sequence[Ints], *, normalize: bool, skip: Sequence[int] = ()
 ) -> Floats:
     """Return one vector for each token, `[n, D]`, of all windows one after the other.
 

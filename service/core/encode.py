@@ -228,12 +228,7 @@ class Encoder:
         ]
 
     def windows(
-        self,
-        texts: Sequence[str],
-        *,
-        truncate: Truncate = True,
-        stride: int = 0,
-        prompt: str = "",
+        self, texts: Sequence[str], *, truncate: Truncate = True, stride: int = 0, prompt: str = ""
     ) -> list[Cut]:
         """Encode single texts as `texts` does, without the positions of their tokens, in two thirds of the time.
 

@@ -239,11 +239,7 @@ class Engine:
         return await self.run(decode_all, sum(map(len, ids)), ticket)
 
     async def _stream(
-        self,
-        entries: Sequence[Entry],
-        collector: ResultCollector[C, T],
-        ticket: Ticket,
-        most: int,
+        self, entries: Sequence[Entry], collector: ResultCollector[C, T], ticket: Ticket, most: int
     ) -> list[EntryOutcome]:
         """Submit entries, and decode each input as soon as its last outcome arrives.
 

@@ -171,10 +171,7 @@ class Metrics:
             "code",
         )
         self._tokens = self._counter(
-            "quartet_tokens_total",
-            "Tokens of answered requests, by tenant.",
-            "model",
-            "tenant",
+            "quartet_tokens_total", "Tokens of answered requests, by tenant.", "model", "tenant"
         )
         self._poison = self._counter(
             "quartet_poison_inputs_total",

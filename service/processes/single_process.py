@@ -48,10 +48,7 @@ class SingleServer(Server):
             self._files = KeyFiles(source, settings.keys, keys.replace)
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        watching = [
-            asyncio.create_task(self.watch_device()),
-            asyncio.create_task(reap_orphans()),
-        ]
+        watching = [asyncio.create_task(self.watch_device()), asyncio.create_task(reap_orphans())]
         if self._files is not None:
             watching.append(asyncio.create_task(self._files.watch()))
         try:

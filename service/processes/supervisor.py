@@ -30,14 +30,7 @@ from service.liveness import LastSign, StallClock
 from service.memory_limit import explain_kill, oom_kills
 from service.processes import child_process
 from service.processes.child_process import ChildProcess
-from service.processes.control_channel import (
-    KEYS,
-    MISSING,
-    PEER,
-    STAGES,
-    ChildControl,
-    Report,
-)
+from service.processes.control_channel import KEYS, MISSING, PEER, STAGES, ChildControl, Report
 from service.processes.key_file_watcher import KeyFiles
 from service.processes.process_signals import reap_orphans, stop_signals
 from service.settings import Settings

@@ -23,11 +23,7 @@ class AdmissionControl:
     """
 
     def __init__(
-        self,
-        queue: FairQueue,
-        planner: Planner,
-        max_queue_tokens: int,
-        clock: Callable[[], float],
+        self, queue: FairQueue, planner: Planner, max_queue_tokens: int, clock: Callable[[], float]
     ) -> None:
         self._queue = queue
         self._planner = planner

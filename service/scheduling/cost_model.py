@@ -93,12 +93,7 @@ class Estimator:
     for shapes that do not occur in the traffic. The state is two 4 x 5 matrices of constant size.
     """
 
-    def __init__(
-        self,
-        samples: Iterable[Sample] = (),
-        *,
-        padded: bool = False,
-    ) -> None:
+    def __init__(self, samples: Iterable[Sample] = (), *, padded: bool = False) -> None:
         self._padded = padded
         self._warm = _evidence(samples)
         self._recent = np.zeros_like(self._warm)
