@@ -26,10 +26,7 @@ HIDDEN = torch.finfo(torch.float16).min / 2  # its sum with a score is finite in
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """`service.core.packing.Layout` as tensors on the model's device.
-
-    A slot is a place in the `[B, S]` rectangle. token_offset is set only to trace a graph for CUDA.
-    """
+    """`service.core.packing.Layout` as tensors. A slot is a place in the `[B, S]` rectangle."""
 
     lengths: Tensor  # [B] tokens of each sequence, without the last ones that no token attends to
     unpack: Tensor  # [B, S] the token in each slot
@@ -73,10 +70,7 @@ class Mask:
         return reach, 0 if self.causal else reach
 
     def bias(self, layout: PackedLayout, like: Tensor) -> Tensor | None:
-        """Return the bias of scores that hides the other keys, `[1, 1, S, S]`; None if there are no other keys.
-
-        like: a tensor with the device and type of the result
-        """
+        """Return the bias that hides the other keys, `[1, 1, S, S]`, of the type of `like`; None if there are none."""
         if self == FULL:
             return None
         if (self, like.dtype) not in layout.biases:
@@ -153,10 +147,7 @@ def attention(
 
 
 class ScaledDotProductAttention(nn.Module):
-    """`attention` as a module without parameters, so that `training.capture` can hook its inputs.
-
-    scale: of the scores, 1 / sqrt(D) by default
-    """
+    """`attention` as a module without parameters, whose inputs `training.capture` can hook."""
 
     def __init__(self, config: BertConfig, mask: Mask = FULL, scale: float | None = None):
         super().__init__()
@@ -285,10 +276,7 @@ def _written_out(x: Inputs) -> Tensor:
 
 
 def _softmax(query: Tensor, key: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """Attention weights: `[B, N, S, D]` each -> `[B, N, S, S]`, of which rows (queries) sum to one.
-
-    mask: bool, True where a key is visible, or a float that is added to the scores
-    """
+    """Return the weights `[B, N, S, S]` of q, k `[B, N, S, D]`; mask: True for visible keys, or added to the scores."""
     scores = (query * (scale or query.shape[-1] ** -0.5)) @ key.transpose(-1, -2)  # [B, N, S, S]
     if mask is not None:
         if mask.dtype == torch.bool:

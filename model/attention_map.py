@@ -37,10 +37,7 @@ def draw(
     layer_numbers: Sequence[int] = (),
     head_numbers: Sequence[int] = (),
 ) -> Figure:
-    """Draw one cell per layer (row) and head (column), with the tokens at the left and below.
-
-    layer_numbers, head_numbers: the layers and heads of `maps`, from 1; by default all in order
-    """
+    """Draw one cell per layer (row) and head (column); layer_numbers, head_numbers: those of `maps`, from 1."""
     layers, heads, size, _ = maps.shape
     layer_numbers = layer_numbers or range(1, layers + 1)
     head_numbers = head_numbers or range(1, heads + 1)
@@ -74,10 +71,7 @@ def draw(
 
 
 def choose(name: str, numbers: Sequence[int], count: int) -> list[int]:
-    """Return the chosen layers or heads, from 1; all for none. Raises ValueError for one that does not exist.
-
-    name: of the option
-    """
+    """Return the chosen layers or heads, from 1; all for none. Raises ValueError, with the option's name."""
     for number in numbers:
         if not 1 <= number <= count:
             raise ValueError(f"{name}: {number} is not from 1 to {count}")

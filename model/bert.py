@@ -170,10 +170,7 @@ class Bert(nn.Module):
         return self.layers
 
     def shared_inputs(self, position_ids: Tensor, layout: PackedLayout) -> Any:
-        """Return the input that all layers' attention shares: None in BERT; other families have a bias or a rotation.
-
-        position_ids: [T]
-        """
+        """Return the input that all layers' attention shares: None in BERT; elsewhere a bias or a rotation."""
         return None
 
 

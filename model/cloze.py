@@ -124,10 +124,7 @@ def may_be_answer(text: str) -> bool:
 
 
 def kind_of_name(answer: str, before: str = "", after: str = "") -> str:
-    """Return the kind of a name by its last word and the words next to it: person, place, group, or "" for unknown.
-
-    before, after: the rest of the sentence on both sides of the answer
-    """
+    """Return a name's kind by its last word and the sentence around it: person, place, group, or "" for unknown."""
     near = before.split()[-1:], after.split()[:2]
     previous, following = bare(near[0][0]) if near[0] else "", [bare(word) for word in near[1]]
     last = answer.split()[-1]
@@ -166,10 +163,7 @@ def question_word(answer: str, rng: random.Random, before: str = "", after: str 
 def make_question(
     sentence: str, start: int, answer: str, rng: random.Random, most_lost: float = LOST
 ) -> str | None:
-    """Make a question of words from both sides of the answer; None if too few are left, or if they contain the answer.
-
-    most_lost: the largest share of these words that is dropped
-    """
+    """Make a question of words around the answer, at most the share `most_lost` dropped; None if impossible."""
     before = sentence[:start].split()
     after = sentence[start + len(answer) :].split()
     room = rng.randint(*KEPT)
@@ -206,11 +200,7 @@ def passages(paragraphs: Iterable[str]) -> Iterator[str]:
 def questions(
     passage: str, rng: random.Random, count: int = 2, share_named: float = NAMED, lost: float = LOST
 ) -> list[GeneratedQuestion]:
-    """Make at most `count` questions of a passage.
-
-    share_named: share of answers that are names or numbers, where a sentence has any
-    lost: the largest share of a question's words that is dropped
-    """
+    """Make at most `count` questions of a passage. share_named, lost: see NAMED and LOST"""
     parts = sentences(passage)
     context = " ".join(parts)
     made: list[GeneratedQuestion] = []

@@ -166,12 +166,7 @@ PRESETS = {
 
 
 def preset(name: str, kind: type[BertConfig] = BertConfig, **overrides: Any) -> BertConfig:
-    """Return the configuration of a preset (`tiny`, `mini`, `small`, `base` or `large`).
-
-    kind: the family's configuration class
-    overrides: fields with other values
-    Raises ValueError for an unknown preset or field.
-    """
+    """Return a preset's configuration for a family, with other values for some fields. Raises ValueError."""
     if name not in PRESETS:
         raise ValueError(f"no preset {name!r}: one of {', '.join(PRESETS)}")
     known = [field.name for field in fields(kind)]

@@ -48,10 +48,7 @@ def describe(
     origin: str,
     calibration: Calibration | None,
 ) -> Section:
-    """Return the section of a head: its scores by label, its reliability and its worst errors.
-
-    rows, texts: what it was evaluated on, and its outputs
-    """
+    """Return the section of a head: its scores by label, its reliability and its worst errors."""
     found = evaluate.judge_outputs(rows, texts, head)
     metrics = {show_metric(metric): value for metric, value in found.metrics.items()}
     parts = [page.note(f"Evaluated on {origin}."), page.facts(metrics)]

@@ -178,10 +178,7 @@ def choose_layers(s: DistillSettings, depth: int) -> list[int]:
 
 
 def keep_layers(student: torch.nn.Module, encoder: torch.nn.Module, layers: Sequence[int]) -> None:
-    """Fill an encoder with these layers of a deeper one, and with its other weights.
-
-    Raises ValueError where a layer differs in structure from the layer that it replaces.
-    """
+    """Fill an encoder from some layers of a deeper one. Raises ValueError where a layer differs in structure."""
     weights = encoder.state_dict()
     if len(encoder.layers) == encoder.config.num_hidden_layers:  # else layers share weights
         rest = {name: t for name, t in weights.items() if not name.startswith("layers.")}
@@ -278,11 +275,7 @@ def text_task(
     teacher_heads: Mapping[str, TeacherHead | None],
     encoder_teacher: Teacher | None,
 ) -> TrainingTask:
-    """Return the training task of plain text, tokenized for the student and for each teacher.
-
-    file: of the student's tokenizer
-    Raises ValueError for blocks and passages where a teacher has another tokenizer.
-    """
+    """Return the task of plain text, tokenized for student (`file`) and teachers. Raises ValueError if it cannot be."""
     by_token = s.unit != "sentences"
     what = f"a corpus in {s.unit}" if by_token else "a corpus"
 
@@ -335,10 +328,7 @@ def check_losses(
 
 
 def hidden_pairs(s: DistillSettings, ours: int, theirs: int) -> list[tuple[int, int]]:
-    """Return the pairs of compared hidden states: by default each student's layer with evenly spaced teacher's layers.
-
-    Raises ValueError for layers out of range.
-    """
+    """Return the pairs of compared hidden states, by default each student's layer with evenly spaced teacher's."""
     every = [(i, max(1, round(i * theirs / ours))) for i in range(1, ours + 1)]
     pairs = [tuple(pair) for pair in s.hidden_layers] or every
     for pair in pairs:
@@ -350,10 +340,7 @@ def hidden_pairs(s: DistillSettings, ours: int, theirs: int) -> list[tuple[int, 
 
 
 def relation_heads(s: DistillSettings, ours: config.BertConfig, theirs: config.BertConfig) -> int:
-    """Return the number of relation heads.
-
-    Raises ValueError for a number that does not divide both widths, and for a relation_layer out of range.
-    """
+    """Return the number of relation heads. Raises ValueError where it or `relation_layer` does not fit."""
     heads = s.relation_heads or theirs.num_attention_heads
     if heads < 1 or ours.hidden_size % heads or theirs.hidden_size % heads:
         raise ValueError(
@@ -366,10 +353,7 @@ def relation_heads(s: DistillSettings, ours: config.BertConfig, theirs: config.B
 
 
 def distill(s: DistillSettings) -> dict[str, Any]:
-    """Train, and return the content of `metrics.json`.
-
-    The best checkpoint on dev, or the last without dev files, is in `<output>/checkpoint`.
-    """
+    """Train, and return the content of `metrics.json`. The best or last checkpoint is in `<output>/checkpoint`."""
     record = check_output(s)
     device = optim.pick_device()
 

@@ -62,11 +62,7 @@ def judge(
     stride: int = STRIDE,
     limit: int = 0,
 ) -> Evaluation:
-    """Evaluate the head `name` on a file of its task.
-
-    limit: the number of rows, evenly spaced in the file (0: all)
-    Raises DataError for data that does not fit the head, and for a label that the head does not have.
-    """
+    """Evaluate the head `name` on a file, or on `limit` evenly spaced rows of it (0: all). Raises DataError."""
     rows = spread(examples.read(file, head), limit)
     return judge_rows(run, encoder, head, name, rows, stride=stride)
 

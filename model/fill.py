@@ -21,10 +21,7 @@ DEFAULT_CHECKPOINT = Path("runs/quartet-mini/pretrain/checkpoint")
 
 
 def find_checkpoint(name: str | None) -> Path:
-    """Return the directory of a checkpoint (local, or of the hub), by default DEFAULT_CHECKPOINT.
-
-    Raises CheckpointError where there is none.
-    """
+    """Return the directory of a checkpoint, by default DEFAULT_CHECKPOINT. Raises CheckpointError."""
     if name is None and not DEFAULT_CHECKPOINT.is_dir():
         raise CheckpointError(
             f"there is no checkpoint at {DEFAULT_CHECKPOINT} yet: "
@@ -45,10 +42,7 @@ def read_encoder(folder: Path) -> Encoder:
 def fill(
     model: Pretraining, encoder: Encoder, text: str, top_k: int
 ) -> list[list[tuple[str, float]]]:
-    """Return the best tokens for each mask of a text, in order, with their probabilities.
-
-    Raises ValueError when the text has no mask token of the family, or is too long.
-    """
+    """Return the best tokens for each mask of a text, with probabilities. Raises ValueError without a mask."""
     mask = family_of(model.config).special_tokens["mask"]
     [encoded] = encoder.texts([text], truncate=False)
     inputs = examples.pack(encoded.windows)

@@ -303,11 +303,7 @@ def save_checkpoint(
     describe: Callable[[Path, int], None],
     step: int,
 ) -> None:
-    """Write a checkpoint of one head or none, or a joint one of several, in one rename.
-
-    teachers: names for the checkpoint's provenance
-    describe: writes the settings, the data and the number of steps into the checkpoint
-    """
+    """Write a checkpoint with none, one or several heads in one rename. describe: writes what the run was"""
     with writer.replacing(folder) as partial:
         if not model.described:
             writer.save_encoder(partial, model.encoder, tokenizer)

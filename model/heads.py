@@ -69,10 +69,7 @@ class Spans(nn.Module):
 
 
 class SentenceEmbedding(nn.Module):
-    """One vector per sequence: its tokens, pooled, then any dense layers. Not normalized.
-
-    pooling: a way to pool, or several, whose vectors are concatenated
-    """
+    """One vector per sequence: pooled tokens (several ways are concatenated), then dense layers. Not normalized."""
 
     def __init__(self, pooling: str | Sequence[str] = "mean", dense: nn.Sequential | None = None):
         super().__init__()
@@ -196,10 +193,7 @@ class EncoderWithHeads(nn.Module):
         heads: list[str] | None = None,
         positions: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Return the outputs of the named heads (by default all), each [B, C], [T, C] or [M, V].
-
-        positions: the indices of the mask tokens among the T tokens, [M]; None for all tokens
-        """
+        """Return these heads' outputs, [B, C], [T, C] or [M, V]; positions: packed indices of mask tokens, [M]."""
         hidden_states = self.encoder(input_ids, token_type_ids, position_ids, layout)  # [T, H]
         names = self.described if heads is None else heads
         return {name: self._output(name, hidden_states, layout, positions) for name in names}
@@ -217,10 +211,7 @@ class EncoderWithHeads(nn.Module):
 
 
 class Pretraining(nn.Module):
-    """The encoder with a masked language model head and, optionally, a next-sentence head.
-
-    weights: of each loss, by name
-    """
+    """The encoder with a masked language model head and, optionally, a next-sentence head. weights: of each loss"""
 
     def __init__(self, config: BertConfig, next_sentence: bool = True):
         super().__init__()

@@ -159,10 +159,7 @@ def rate_at(step: int, steps: int, first: float, last: float) -> float:
 def losses(
     model: nn.Module, batch: PretrainingBatch, shares: Mapping[str, float] | None = None
 ) -> dict[str, Tensor]:
-    """Return the mean loss of each objective, and as `loss` their weighted sum.
-
-    shares: the factor of each loss, which is the micro-batch's share of the step's whole batch
-    """
+    """Return the mean loss of each objective times its share, and as `loss` their weighted sum."""
     return weighted_losses(model, predict(model, batch), shares)
 
 
@@ -209,10 +206,7 @@ def micro_batches(
 
 @torch.no_grad()
 def evaluate(model: nn.Module, held: Sequence[Samples], tokens: int = 0) -> dict[str, float]:
-    """Return the mean losses of fixed samples, and the accuracy of each objective (`mlm_accuracy`), by a fixed seed.
-
-    tokens: of a micro-batch, see `micro_batches`
-    """
+    """Return the mean losses and accuracies (`mlm_accuracy`) of fixed samples. tokens: see `micro_batches`"""
     model.eval()
     means: dict[str, float] = {}
     with torch.random.fork_rng():
@@ -243,10 +237,7 @@ def describe(means: Mapping[str, float]) -> str:
 def read_shape(
     s: PretrainSettings, tokenizer: tokenizers.Tokenizer
 ) -> tuple[Family, config.BertConfig]:
-    """Return the encoder's family and configuration: a checkpoint's, or a preset's with the fields of the settings.
-
-    Raises ValueError for unknown fields, and for a checkpoint of another family, configuration or vocabulary.
-    """
+    """Return the encoder's family and configuration: a checkpoint's or a preset's. Raises ValueError."""
     if s.init_from:
         folder = reader.locate(s.init_from)
         shape = reader.read_config(folder)
@@ -359,10 +350,7 @@ def main() -> None:
 
 
 def pretrain(s: PretrainSettings) -> None:
-    """Train, and write the checkpoint to `<output>/checkpoint` whenever the run is saved.
-
-    Raises StoppedRun after a signal, when the run is saved.
-    """
+    """Train, and write `<output>/checkpoint` whenever the run is saved. Raises StoppedRun after a signal."""
     with Ranks.join() as ranks:
         _pretrain(s, ranks)
 

@@ -37,10 +37,7 @@ WORD = re.compile(r"(?:[A-Z]\.){2,}|\w+(?:[-'’.,&/]\w+)*|[^\w\s]")
 
 
 def read_passages(file: Path) -> Iterator[list[str]]:
-    """Yield the sentences of each paragraph of plain text, or of the `text` of each row of JSON lines.
-
-    Raises DataError for a file that cannot be read, and for a row without a text.
-    """
+    """Yield the sentences of each paragraph of text, or of the `text` of each JSON line. Raises DataError."""
     if ".jsonl" in file.suffixes:
         for number, line in read_lines(file):
             if line.strip():
@@ -103,10 +100,7 @@ def label_texts(
 def tag_texts(
     model: EncoderWithHeads, encoder: Encoder, name: str, texts: Sequence[str], min_score: float
 ) -> Iterator[Sentence]:
-    """Yield the texts as words with the BIO tags of a ner head.
-
-    A text is left out if the score of any of its tokens is below `min_score`.
-    """
+    """Yield the texts as words with BIO tags, without texts that have a token's score below `min_score`."""
     head = model.described[name]
     split = [WORD.findall(text) for text in texts]
     rows = [

@@ -169,10 +169,7 @@ def _merge(values: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe(field: FieldInfo, name: str) -> str:
-    """Return the help of a setting: meaning, type, default and example.
-
-    name: the setting as it stands before the example's value
-    """
+    """Return the help of a setting: meaning, type, default and an example that begins with `name`."""
     if field.is_required():
         default = "required"
     else:

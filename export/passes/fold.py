@@ -17,11 +17,7 @@ LARGE = 4096  # numbers
 
 
 def fold(model: onnx.ModelProto) -> None:
-    """Replace the nodes that depend on no input by their results, and remove unused weights.
-
-    A large fp16 weight that is cast to fp32 stays as it is, and so does a part of the word embeddings: the result
-    would be stored in addition.
-    """
+    """Replace the nodes that depend on no input by their results; large fp16 weights and word embeddings stay."""
     graph = model.graph
     known = {tensor.name for tensor in graph.initializer}
     half = {

@@ -48,10 +48,7 @@ MARGINS = (
 
 
 def fitting_norms(model: EncoderWithHeads, packed: Packed) -> set[str]:
-    """Return the names of the encoder's layer norms whose inputs, for these tokens, fit the kernel's fp16 arithmetic.
-
-    A norm's mean square may overflow at 65,504 where a channel is large, and lose its digits where all are small.
-    """
+    """Return the names of the layer norms whose inputs, for these tokens, neither overflow nor lose digits in fp16."""
     norms = {
         name: module
         for name, module in model.encoder.named_modules(prefix="encoder")

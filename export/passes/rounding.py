@@ -28,10 +28,7 @@ def largest(weight: Floats, levels: int) -> Floats:
 
 
 def pairwise(weight: Floats) -> Floats:
-    """Return a scale per row, [N], with which neighbors of one sign add up to at most 127 before they are rounded.
-
-    Rounding adds at most a half to each, and hence at most 1 to their sum.
-    """
+    """Return a scale per row, [N], with which neighbors of one sign add up to at most 127, or 128 when rounded."""
     even, odd = weight[:, 0::2], weight[:, 1::2]
     even = even[:, : odd.shape[1]]  # the last of an odd number of inputs has no neighbor
     sums = np.where(even * odd > 0, np.abs(even + odd), 0).max(axis=1, initial=0)

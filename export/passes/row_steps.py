@@ -31,10 +31,7 @@ def best_zero_point(x: Floats) -> int:
 
 
 def choose_outliers(x: Floats) -> Channels:
-    """Return the channels whose removal makes the scales of the rows of x, [T, K], smallest.
-
-    The result is sorted. It is empty where the removal is not worth its cost.
-    """
+    """Return the sorted channels without which the row scales of x, [T, K], are smallest; none if they gain little."""
     zero_point = best_zero_point(x)
     left = x.copy()
     chosen: set[int] = set()

@@ -26,11 +26,7 @@ Layer = dict[str, Tensor]
 def read_further_heads(
     folder: Path, width: int, vocabulary: int
 ) -> dict[str, tuple[Head, nn.Module]]:
-    """Return the heads of the files SPARSE and COLBERT that a directory has, by name.
-
-    width: of the hidden states; vocabulary: the encoder's tokens
-    Raises CheckpointError for tensors of another shape.
-    """
+    """Return the heads of the files SPARSE and COLBERT that a directory has, by name. Raises CheckpointError."""
     present = [name for name in (SPARSE, COLBERT) if (folder / name).is_file()]
     if not present:
         return {}

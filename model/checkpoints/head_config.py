@@ -48,12 +48,7 @@ SEVERAL_LABELS = {
 
 
 def describe_head(task: str, config: Mapping[str, Any], folder: Path, **others: Any) -> bundle.Head:
-    """Return the head that a checkpoint's `config.json` describes, of any family. Raises CheckpointError.
-
-    config: the content of `config.json`
-    others: fields that `config.json` does not contain, such as `pooling` of an embedding head and `mask_token_id` of a
-        fill-mask head
-    """
+    """Return the head that a checkpoint's `config.json` describes, with the fields `others`. Raises CheckpointError."""
     path = config_file(folder)
     fields = {key: config[key] for key in HEAD_FIELDS & set(config)}
     if task in ("classification", "ner"):
@@ -66,10 +61,7 @@ def describe_head(task: str, config: Mapping[str, Any], folder: Path, **others: 
 
 
 def validate_head(path: Path, **fields: Any) -> bundle.Head:
-    """Return a validated head. Raises CheckpointError naming the file and the fields that are wrong.
-
-    path: of the file that describes the head, for messages
-    """
+    """Return a validated head. Raises CheckpointError naming the file (`path`) and the fields that are wrong."""
     try:
         return bundle.Head(**fields)
     except ValidationError as error:
@@ -102,11 +94,7 @@ def _cross_encoder_type(folder: Path, config: Mapping[str, Any], labels: int) ->
 
 
 def read_pooling(path: Path) -> Pooling:
-    """Return the pooling of a sentence-transformers Pooling module: a mode, or several that are concatenated.
-
-    path: the module's folder
-    Raises CheckpointError for another mode.
-    """
+    """Return the mode of a Pooling module's folder, or several that are concatenated. Raises CheckpointError."""
     modes, known = read_pooling_mode(path / "config.json"), get_args(bundle.PoolingMode)
     for mode in modes:
         if mode not in known:
@@ -116,10 +104,7 @@ def read_pooling(path: Path) -> Pooling:
 
 
 def read_splade(folder: Path) -> bundle.Sparse:
-    """Return how a SparseEncoder's SpladePooling weighs tokens; its defaults without `modules.json`.
-
-    Raises CheckpointError for another setting.
-    """
+    """Return how a SparseEncoder's SpladePooling weighs tokens. Raises CheckpointError for another setting."""
     places = read_module_list(folder) if is_sentence_directory(folder) else []
     for kind, place in places:
         if kind == "SpladePooling":
@@ -136,9 +121,8 @@ def read_splade(folder: Path) -> bundle.Sparse:
 
 
 def read_retrieval_fields(folder: Path, *poolings: Path) -> dict[str, Any]:
-    """Return the fields of an embedding head about prompts and trained dimensions; only those that have an effect.
+    """Return an embedding head's fields of prompts and trained dimensions that have an effect.
 
-    poolings: the folders of the Pooling modules
     Raises CheckpointError where a prompt's tokens would have to be excluded from pooling.
     """
     fields = read_prompts(folder)

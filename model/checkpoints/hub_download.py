@@ -40,10 +40,7 @@ GENERATOR = "generator"  # of an ELECTRA that was pretrained here
 
 
 def split_name(source: str) -> tuple[str, str | None]:
-    """Return the name and the revision of `NAME@REVISION`; None for the hub's default.
-
-    Raises CheckpointError where one of the two is empty.
-    """
+    """Return the name and the revision of `NAME@REVISION`; None for the hub's default. Raises CheckpointError."""
     name, at, revision = source.partition("@")
     if at and not (name and revision):
         raise CheckpointError(
@@ -66,10 +63,7 @@ def join_name(source: str, revision: str | None) -> str:
 
 
 def download(source: str) -> Path:
-    """Download the files of NAME or NAME@REVISION that are not in the cache; returns their folder.
-
-    Raises CheckpointError with the hub client's reason.
-    """
+    """Download the missing files of NAME or NAME@REVISION; return their folder. Raises CheckpointError."""
     name, revision = split_name(source)
     folder = _fetch(source, name, revision, with_folders(SETTINGS_FILES))
     commit = commit_of(folder) or revision

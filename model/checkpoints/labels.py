@@ -10,10 +10,7 @@ DEFAULT_COUNT = 2  # of transformers, where config.json has neither id2label nor
 
 
 def read_labels(path: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the labels by their indices, as transformers numbers them. Raises CheckpointError naming the field.
-
-    path: of `config.json`, for messages
-    """
+    """Return the labels by their indices, as transformers numbers them. Raises CheckpointError naming the field."""
     count, named = config.get("num_labels"), config.get("id2label")
     if named is None:
         return tuple(f"LABEL_{index}" for index in range(count or DEFAULT_COUNT))

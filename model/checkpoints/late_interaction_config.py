@@ -36,10 +36,7 @@ EXPANDED = 32  # tokens of a query in PyLate, where no setting states another nu
 
 
 def read_late_interaction(folder: Path, tokenizer: Tokenizer) -> LateInteraction:
-    """Return how a directory's head reads and compares texts, with lengths as the files state them.
-
-    Raises CheckpointError naming the file and the setting that is not supported.
-    """
+    """Return how a directory's head reads and compares texts. Raises CheckpointError naming file and setting."""
     root, settings = read_root_config(folder), _transformer_settings(folder)
     prompts = _prompts(root)
     fields: dict[str, Any] = {name: _length(folder, settings, name) for name in LENGTHS}

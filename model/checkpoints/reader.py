@@ -215,10 +215,7 @@ def load_model(source: str | Path, task: bundle.Task | None = None) -> EncoderWi
 def _check_unused(
     weights: Tensors, module: nn.Module, names: Names, folder: Path, heads: bool = True
 ) -> None:
-    """Raise CheckpointError for a tensor that is neither in the module nor known to be without effect.
-
-    heads: whether the heads of other tasks are left out knowingly
-    """
+    """Raise CheckpointError for a tensor with an effect that the module lacks; heads: other tasks' heads may be."""
     used, family = names_on_hub(module, names), family_of(read_config(folder))
     check_unused(weights, used, family, str(folder), heads=heads)
 
@@ -278,10 +275,7 @@ def init_from(model: EncoderWithHeads, source: str | Path) -> None:
 
 
 def init_pretraining(model: nn.Module, source: str | Path) -> None:
-    """Fill a model to pretrain from a checkpoint of the same shape, each part of it from its folder.
-
-    Raises CheckpointError for missing parts, and for tied tensors that are not equal.
-    """
+    """Fill a model to pretrain from a checkpoint of its shape, each part from its folder. Raises CheckpointError."""
     folder = locate(source)
     places = ((folder / name, part) for name, part in model.parts().items())
     _fill_parts({place: (part, read_weights(place)) for place, part in places})

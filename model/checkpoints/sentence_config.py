@@ -176,10 +176,7 @@ def config_file(folder: Path) -> Path:
 
 
 def read_module_list(folder: Path) -> list[tuple[str, Path]]:
-    """Return the class name and the folder of each module in `modules.json`, in order.
-
-    Raises CheckpointError for a module of another package, and for a folder outside the directory.
-    """
+    """Return class name and folder of each module in `modules.json`, in order. Raises CheckpointError."""
     path, modules = folder / MODULES, []
     document = read_json(path)
     if not isinstance(document, list):
@@ -212,10 +209,7 @@ class Router:
     default: str | None
 
     def route(self, task: str | None) -> str:
-        """Return the name of the route of texts for a task, as sentence-transformers finds it.
-
-        Raises CheckpointError where there is none.
-        """
+        """Return the route of texts for a task, as sentence-transformers finds it. Raises CheckpointError."""
         for key in ((task, "text"), (task, None), (None, "text"), (None, None)):
             if key in self.mappings:
                 return self.mappings[key]
@@ -301,11 +295,7 @@ def _is_absolute(place: str) -> bool:
 
 
 def read_sentence_config(folder: Path) -> Mapping[str, Any]:
-    """Return the content of the Transformer's own file (SENTENCE_FILES); nothing without `modules.json` or the file.
-
-    folder: of the checkpoint
-    Raises CheckpointError naming a setting that is refused.
-    """
+    """Return the content of the first of SENTENCE_FILES that is not empty, or nothing. Raises CheckpointError."""
     found = _find_sentence_config(folder)
     if found is None:
         return {}
@@ -343,10 +333,7 @@ def _find_sentence_config(folder: Path) -> tuple[Path, Mapping[str, Any]] | None
 
 
 def read_root_config(folder: Path) -> Mapping[str, Any]:
-    """Return `config_sentence_transformers.json`; nothing without `modules.json` or the file.
-
-    Raises CheckpointError naming a setting that is refused, and a default prompt of a CrossEncoder.
-    """
+    """Return `config_sentence_transformers.json`, or nothing. Raises CheckpointError for a refused setting."""
     path = folder / ROOT
     if not is_sentence_directory(folder) or not path.is_file():
         return {}
@@ -397,10 +384,7 @@ def is_multi_vector(folder: Path) -> bool:
 
 
 def check_module_names(path: Path, document: Mapping[str, Any], own: str, default: str) -> None:
-    """Raise CheckpointError for a module that reads or writes other vectors than `own`.
-
-    default: what the module reads where its file does not name it
-    """
+    """Raise CheckpointError for a module that reads (if unnamed: `default`) or writes other vectors than `own`."""
     name = document.get("module_input_name") or default
     for key, value in (
         ("module_input_name", name),
@@ -411,10 +395,7 @@ def check_module_names(path: Path, document: Mapping[str, Any], own: str, defaul
 
 
 def read_pooling_mode(path: Path) -> tuple[str, ...]:
-    """Return the ways to pool in a Pooling module's `config.json`: one, or several that are concatenated.
-
-    Raises CheckpointError for what is no way to pool.
-    """
+    """Return the modes in a Pooling module's `config.json`, which are concatenated. Raises CheckpointError."""
     document = read_object(path)
     mode = document.get("pooling_mode")
     if mode is None:

@@ -96,10 +96,7 @@ def _is_same(value: Any, other: Any) -> bool:
 
 
 def render_table(files: Sequence[SettingsFile], versions: Mapping[str, str]) -> str:
-    """Return the Markdown table of all settings.
-
-    versions: of each reference library that the settings were compared with
-    """
+    """Return the Markdown table of all settings; versions: of the reference libraries, by name."""
     rows = [
         "| file | setting | handling | note | compared with |",
         "| --- | --- | --- | --- | --- |",

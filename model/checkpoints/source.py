@@ -91,10 +91,7 @@ class Source:
 
 
 def read_source(name: str | Path, task: Task | None = None) -> Source:
-    """Read a local directory or a hub name. Raises CheckpointError naming what cannot be served.
-
-    task: the head to read where `architectures` in `config.json` names none
-    """
+    """Read a local directory or a hub name; task: see `read_heads`. Raises CheckpointError."""
     folder = locate(name)
     model = _read_model(folder, task)
     tokenizer = read_tokenizer(folder)
@@ -123,10 +120,7 @@ def _read_model(folder: Path, task: Task | None) -> EncoderWithHeads:
 
 
 def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
-    """Read a directory's tokenizer, as sentence-transformers uses it if it has that library's files.
-
-    Raises CheckpointError naming a file or setting that is not supported.
-    """
+    """Read a directory's tokenizer, as sentence-transformers does for its own files. Raises CheckpointError."""
     tokenizer = tokenizer_files.read_tokenizer(encoder_folder(folder))
     lower_case(tokenizer, read_sentence_config(folder))
     mark_prefixes(tokenizer, folder)
@@ -244,10 +238,7 @@ def _sentence_transformer(folder: Path) -> EncoderWithHeads:
 
 
 def read_modules(folder: Path) -> HeadModules:
-    """Return the pooling and normalization of the modules after the encoder, and the dense layers between.
-
-    Raises CheckpointError naming an unsupported module.
-    """
+    """Return pooling, normalization and dense layers after the encoder. Raises CheckpointError for other modules."""
     return _read_route(folder, _modules(folder, ORDER, EXPECTED))
 
 
@@ -289,11 +280,7 @@ def _read_routes(folder: Path) -> dict[str, list[tuple[str, Path]]]:
 def _modules(
     folder: Path, order: re.Pattern[str], expected: str, vectors: str = SENTENCE
 ) -> list[tuple[str, Path]]:
-    """Return each module's kind and folder. Raises CheckpointError where they are not in this order.
-
-    expected: the order, for the message
-    vectors: the name of the vectors that the modules read and write
-    """
+    """Return kind and folder of modules, which read and write `vectors`. Raises CheckpointError for another order."""
     read_root_config(folder)
     modules = read_module_list(folder)
     _check_modules(folder, modules, order, expected, vectors)

@@ -72,21 +72,14 @@ def save_teachers(folder: Path, teachers: Sequence[str]) -> None:
 def save_encoder(
     path: str | Path, encoder: nn.Module, tokenizer: Path, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Write an encoder of any family without heads.
-
-    tokenizer: a `tokenizer.json`, which is copied
-    dtype: of the tensors in the file; readers convert them to float32
-    """
+    """Write an encoder without heads, with tensors of `dtype`, and a copy of the file `tokenizer`."""
     family = family_of(encoder.config)
     state = {name: t.to(dtype) for name, t in to_hub(encoder, encoder_names(family)).items()}
     _write(Path(path), encoder.config, state, tokenizer, family.architecture_of("embedding"))
 
 
 def save_pretraining(path: str | Path, model: nn.Module, tokenizer: Path) -> None:
-    """Write an encoder with its pretraining heads, as `ForPreTraining` or `ForMaskedLM`.
-
-    Each part of a model of several (ELECTRA's generator) gets a folder of its own.
-    """
+    """Write an encoder with its pretraining heads; each of several parts (ELECTRA's) in a folder of its own."""
     for folder, part in model.parts().items():
         family = family_of(part.config)
         state = to_hub(part, pretraining_names(family))

@@ -186,10 +186,7 @@ class DebertaEmbeddings(nn.Module):
 
 @dataclass(frozen=True)
 class Distances:
-    """The table of distance embeddings, normalized, and the rows for a batch.
-
-    Column j of scores by distance is the distance j - S, from -S to S - 1.
-    """
+    """The rows of distance embeddings for a batch. Column j of scores by distance is the distance j - S."""
 
     table: Tensor  # [2K, H]
     keys: Tensor  # [2S] row of the key of each distance, for c2p

@@ -138,10 +138,7 @@ class Discriminator(nn.Module):
 
 
 class ReplacedTokens(nn.Module):
-    """Generator and discriminator, which share their embeddings and nothing else.
-
-    weights: of each loss, by name
-    """
+    """Generator and discriminator, which share their embeddings only. weights: of each loss, by name"""
 
     def __init__(self, config: ElectraConfig, next_sentence: bool = False):
         super().__init__()

@@ -164,10 +164,7 @@ def rotate(heads: Tensor, by: Rotation) -> Tensor:
 
 
 class ModernBertEmbeddings(nn.Module):
-    """Token and, where the configuration has segments, segment (zero for the first), normalized.
-
-    Attention adds positions, by rotation.
-    """
+    """Token and, if configured, segment (zero for the first), normalized. Attention adds positions."""
 
     def __init__(self, config: ModernBertConfig):
         super().__init__()

@@ -26,10 +26,7 @@ from model.families.modernbert import (
 
 @dataclass(frozen=True)
 class NomicBertConfig(BertConfig):
-    """Defaults are the values of `nomic-ai/nomic-embed-text-v1.5`.
-
-    rope_theta: base of the RoPE frequencies
-    """
+    """Defaults are the values of `nomic-ai/nomic-embed-text-v1.5`. rope_theta: base of the RoPE frequencies"""
 
     model_type: ClassVar[str] = "nomic_bert"
     activations: ClassVar[tuple[str, ...]] = ("silu",)

@@ -28,10 +28,7 @@ class Ranks:
     @classmethod
     @contextlib.contextmanager
     def join(cls) -> Iterator["Ranks"]:
-        """Join the process group if `torchrun` started this process: with NCCL on GPUs, with gloo on CPUs.
-
-        Raises ConnectionError where another process has ended while this one waits for it.
-        """
+        """Join `torchrun`'s process group (NCCL or gloo), if any. Raises ConnectionError if another process ends."""
         device = optim.pick_device()
         if not os.environ.get("RANK"):
             yield cls(0, 1, device)

@@ -87,10 +87,7 @@ def tokenizer_difference(ours: tokenizers.Tokenizer, theirs: tokenizers.Tokenize
 
 @dataclass(frozen=True)
 class TeacherHead:
-    """The head of a teacher that teaches one of ours.
-
-    columns: the column of its logits for each of our labels, in our order
-    """
+    """The head of a teacher that teaches one of ours. columns: those of its logits for our labels, in our order"""
 
     teacher: Teacher
     head: str
@@ -214,10 +211,7 @@ class TrainingTask:
     def batch(
         self, seed: tuple[int, ...], step: int, progress: float = 1.0
     ) -> tuple[Batch, dict[str, Batch]]:
-        """Return the batch of a step, and its texts as tokens of each teacher with another tokenizer, by name.
-
-        progress: from 0 at the first step of the run to 1 at the last
-        """
+        """Return the batch of a step, and by teacher its texts as other tokens. progress: from 0 to 1 over the run"""
         retokenized = {n: stream.batch(seed, step) for n, stream in self.retokenized.items()}
         batch = self.stream.batch(seed, step)
         if self.replacement:
@@ -384,10 +378,7 @@ def vector_loss(ours: Tensor, theirs: Tensor, distance: str) -> Loss:
 
 
 def similarity_loss(ours: Tensor, theirs: Tensor) -> Loss:
-    """Return the squared error of the cosines of all pairs of a batch's vectors: `[B, D]`, of any two widths.
-
-    It trains the student's own vectors, without a projection between widths.
-    """
+    """Return the squared error of the cosines of all pairs of a batch's vectors: `[B, D]`, of any two widths."""
     if len(ours) < 2:
         return Loss(ours.sum() * 0.0, 1.0)
     cosines = [x @ x.T for x in (F.normalize(ours, dim=1), F.normalize(theirs, dim=1))]  # [B, B]

@@ -15,10 +15,7 @@ def adamw(
     betas: tuple[float, float],
     head_lr: float | None = None,
 ) -> torch.optim.AdamW:
-    """AdamW (Loshchilov & Hutter 2019); matrices decay, biases and norms (one-dimensional) do not.
-
-    head_lr: the learning rate of the parameters under `heads.`, by default `lr`
-    """
+    """AdamW (Loshchilov & Hutter 2019) without decay of biases and norms. head_lr: of the parameters under `heads.`"""
     encoder: list[nn.Parameter] = []
     heads: list[nn.Parameter] = []
     for name, parameter in named_parameters:
@@ -193,10 +190,7 @@ def pick_device() -> torch.device:
 
 
 def seed_dropout(seed: int, step: int, rank: int = 0) -> None:
-    """Seed torch's random numbers (dropout) of a step, as a function of seed and step.
-
-    rank: of the process; each has other random numbers
-    """
+    """Seed torch's random numbers of a step, as a function of seed, step and the process's rank."""
     torch.manual_seed((seed * 1_000_003 + step + (rank << 40)) % 2**63)
 
 

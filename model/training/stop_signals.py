@@ -19,10 +19,7 @@ class StoppedRun(SystemExit):
 
 
 class StopSignals:
-    """A context in which the first SIGINT or SIGTERM is recorded, and the second one ends the process at once.
-
-    received: the number of the first signal; 0 if there was none
-    """
+    """A context that records the first SIGINT or SIGTERM in `received` (0: none); the second ends the process."""
 
     def __init__(self) -> None:
         self.received = 0

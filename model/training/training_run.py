@@ -203,10 +203,7 @@ class TrainingRun:
         self.clock = time.monotonic()
 
     def resume(self, model: nn.Module, optimizer: Any) -> dict[str, Any]:
-        """Load the last saved state, if there is one; its `step` is the next one.
-
-        Raises ValueError for fewer steps than the run already has.
-        """
+        """Load the last saved state, if any; its `step` is the next one. Raises ValueError for fewer steps."""
         path = self.output / "last.pt"
         if not path.is_file() or (getattr(self.settings, "fresh", False) and not self.is_leader):
             self._write_settings()
@@ -237,11 +234,7 @@ class TrainingRun:
         self.record.write_to_checkpoint(folder, step, self.settings)
 
     def stop(self, step: int, received: int) -> NoReturn:
-        """End a run that a signal stopped, after its state and its checkpoint are saved. Raises StoppedRun.
-
-        step: the number of steps that are done
-        received: the signal's number
-        """
+        """End a saved run after `step` steps, because of the signal `received`. Raises StoppedRun."""
         without = " without --fresh" if getattr(self.settings, "fresh", False) else ""
         if self.is_leader:
             draw_loss(self.history, self.output / "loss.png")

@@ -32,10 +32,7 @@ class AsciiTokenizer:
                 self._begins |= {content[:1].lower(), content[:1].upper()}
 
     def prepare(self, text: str) -> str | None:
-        """Return the text that `tokenizer` encodes to the right tokens; None for a text that needs all steps.
-
-        A text that may contain an added token, such as [MASK], needs all steps.
-        """
+        """Return the text for `tokenizer`; None for a text that needs all steps, as if it may contain [MASK]."""
         if not text.isascii() or any(begin in text for begin in self._begins):
             return None
         if not text.isprintable() and not text.translate(SPACES).isprintable():

@@ -529,10 +529,7 @@ class Bundle:
 
 
 def read_texts(bundle: Bundle) -> BundleTexts:
-    """Read the manifest and the tokenizer of a bundle for an HTTP process.
-
-    Raises BundleError when the tokenizer's file cannot be read or has changed since the bundle was loaded.
-    """
+    """Read a bundle's manifest and tokenizer for an HTTP process. Raises BundleError if the tokenizer has changed."""
     vocabulary = bundle.manifest.vocabulary
     try:
         tokenizer = bundle.file(vocabulary.file).read_bytes()
@@ -545,10 +542,7 @@ def read_texts(bundle: Bundle) -> BundleTexts:
 
 
 def load(path: Path | str) -> Bundle:
-    """Read a bundle and check everything that can be checked without running it.
-
-    Raises BundleError that names the missing or wrong file or field.
-    """
+    """Read a bundle, and check what can be checked without a run. Raises BundleError with the wrong file or field."""
     folder = Path(path)
     text = _read_manifest(folder)
     manifest = _parse(folder, text)
@@ -662,10 +656,7 @@ def save_golden(path: Path, golden: Golden) -> None:
 def check_goldens(
     bundle: Bundle, precision: Precision, outputs: Mapping[str, NDArray[np.float32]], runtime: str
 ) -> None:
-    """Compare outputs computed on this machine with the goldens.
-
-    Raises BundleError that names the head, the difference and both runtimes.
-    """
+    """Compare outputs of this machine with the goldens. Raises BundleError with head, difference and runtimes."""
     tolerance = bundle.manifest.goldens.tolerance[precision]
     for head, expected in bundle.golden.outputs.items():
         problem = disagreement(head, expected, outputs[head], tolerance)

@@ -76,10 +76,7 @@ def _call(driver: Any, function: str, *arguments: Any) -> None:
 
 
 def check_gpu(gpu: Gpu, runtime: str, cuda_major: int = CUDA_MAJOR) -> None:
-    """Raise NoDeviceError for a driver that is too old, and for a card for which the runtime contains no code.
-
-    runtime: version of onnxruntime-gpu; cuda_major: major version of the CUDA that it was built for
-    """
+    """Raise NoDeviceError if onnxruntime-gpu `runtime` for CUDA `cuda_major` cannot run on this driver and card."""
     if gpu.cuda < (cuda_major, 0):
         least = LEAST_DRIVERS.get(cuda_major)
         action = f"NVIDIA driver {least} or newer" if least else "a newer NVIDIA driver"
@@ -100,10 +97,7 @@ def check_gpu(gpu: Gpu, runtime: str, cuda_major: int = CUDA_MAJOR) -> None:
 
 
 def find_usable_gpu(runtime: ModuleType) -> str:
-    """Return the name of the GPU after the runtime's libraries are loaded and the driver is queried.
-
-    Raises NoDeviceError that names a missing library, or the reason why the GPU cannot be used.
-    """
+    """Return the name of the GPU. Raises NoDeviceError with the missing library or why the GPU cannot be used."""
     if hasattr(runtime, "preload_dlls"):
         # The function prints; the loader below names what is missing.
         with redirect_stdout(io.StringIO()):
@@ -120,10 +114,7 @@ def find_usable_gpu(runtime: ModuleType) -> str:
 
 
 def has_gpu() -> bool:
-    """Return whether the GPU build of the runtime is installed and the driver reports a GPU for which it has code.
-
-    This function does not import the runtime, so that a process without inference can call it.
-    """
+    """Return whether the runtime's GPU build and a fitting GPU are there, without an import of the runtime."""
     try:
         check_gpu(find_gpu(), metadata.version(DISTRIBUTION))
     except (NoDeviceError, metadata.PackageNotFoundError):

@@ -448,10 +448,7 @@ def _gather(parts: Sequence[NDArray[Any]], rows: Sequence[NDArray[Any]]) -> NDAr
 
 
 def _word_edges(words: Ints, offsets: Ints) -> tuple[Ints, Ints]:
-    """Return start and end `[W, 2]` of each word that occurs, and the index of each token's word.
-
-    All windows are read together, because a window may begin or end within a word.
-    """
+    """Return start and end `[W, 2]` of the words in all windows, which may cut words, and each token's word."""
     names, members = np.unique(words, return_inverse=True)
     edges = np.tile([np.iinfo(np.int64).max, 0], (len(names), 1))
     np.minimum.at(edges[:, 0], members, offsets[:, 0])
@@ -518,10 +515,7 @@ def _top_spans(logits: Doubles, count: int, max_answer_tokens: int) -> list[Span
 
 
 def relevance(windows: Sequence[Floats], *, problem_type: str | None, raw: bool) -> float:
-    """Return the relevance of a document to a query: the score of its best window.
-
-    windows: logits `[1]` of each window, see `activate`; raw: return the logit
-    """
+    """Return the relevance of a document: the score, or if raw the logit, of its best window, `[1]` each."""
     best = max(windows, key=lambda logits: float(logits[0])).astype(np.float32)
     return float((best if raw else activate(best, problem_type))[0])
 

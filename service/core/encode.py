@@ -89,10 +89,7 @@ class TextError(ValueError):
 
 
 def load_tokenizer(path: Path | str) -> tokenizers.Tokenizer:
-    """Read a `tokenizer.json`, without the truncation and padding that it may contain.
-
-    Raises ValueError that names a file that cannot be read.
-    """
+    """Read a `tokenizer.json`, without its truncation and padding. Raises ValueError naming the file."""
     with tokenizer_errors(f"{path} cannot be read"):
         return _plain(tokenizers.Tokenizer.from_file(str(path)))
 
@@ -188,10 +185,7 @@ def _tokens(encoding: tokenizers.Encoding) -> _Tokens:
 
 
 class Encoder:
-    """The encoder of one model, which tokenizes its texts and cuts them into windows.
-
-    max_length: tokens of the longest window, special tokens included
-    """
+    """The encoder of one model's texts. max_length: tokens of the longest window, special tokens included"""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, max_length: int) -> None:
         if tokenizer.truncation is not None or tokenizer.padding is not None:
@@ -422,10 +416,7 @@ class Encoder:
         return found
 
     def whole(self, texts: Sequence[str], pairs: Sequence[str] | None = None) -> list[Encoded]:
-        """Encode texts, or pairs of texts, as one window each without a limit of length.
-
-        An input longer than `max_length` is marked as truncated, though nothing of it is cut.
-        """
+        """Encode texts, or pairs, as one window each; one longer than `max_length` counts as truncated."""
         if pairs is None:
             windows = [_build(self._single, (own,)) for own in self._tokenize(texts)]
         else:
@@ -480,10 +471,7 @@ def _encode(
 
 
 def expand(window: Window, length: int, token_id: int, *, attended: bool) -> Window:
-    """Return a window that is filled up to `length` tokens, if it is shorter.
-
-    attended: whether other tokens attend to the added ones
-    """
+    """Return a window filled up to `length` tokens. attended: whether other tokens attend to the added ones"""
     missing = length - len(window)
     if missing <= 0:
         return window

@@ -129,10 +129,7 @@ def count_masks(window: Window, heads: Iterable[Head]) -> int:
 
 
 def row_starts(packed: Packed, heads: Mapping[str, Head]) -> dict[str, Ints | Int32s]:
-    """Return where the rows of each sequence start in the outputs of heads with any number of rows, `[B + 1]`.
-
-    Heads with one row for each sequence are left out.
-    """
+    """Return where each sequence's rows start, `[B + 1]`, in outputs of heads with any number of rows."""
     ends = packed.layout.cu_seqlens
     starts: dict[str, Ints | Int32s] = {}
     for name, head in heads.items():

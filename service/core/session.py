@@ -185,10 +185,7 @@ class Session:
         check_goldens(bundle, self.graph.precision, self._recompute(bundle.golden), RUNTIME)
 
     def _recompute(self, golden: Golden) -> BatchOutputs:
-        """Return the outputs of the goldens, with the longest sequence in a batch of its own.
-
-        In one batch, all sequences would be padded to the longest, and the process would keep that memory.
-        """
+        """Return the outputs of the goldens; the longest has its own batch, so that the others need less memory."""
         lengths = golden.lengths
         sequence = np.repeat(np.arange(len(lengths)), lengths)  # [T]
         longest = np.arange(len(lengths)) == lengths.argmax()
@@ -211,10 +208,7 @@ class Session:
 
 
 def packed_feeds(packed: Packed, inputs: Collection[str]) -> Feeds:
-    """Return the possible inputs of a packed graph; `token_offset` is computed only for a graph that has this input.
-
-    inputs: the names of the graph's inputs
-    """
+    """Return the possible inputs of a packed graph; `token_offset` only if it is among the graph's `inputs`."""
     layout = packed.layout.widen(SLOT_MULTIPLE)
     feeds: Feeds = {
         "input_ids": packed.input_ids,
@@ -231,10 +225,7 @@ def packed_feeds(packed: Packed, inputs: Collection[str]) -> Feeds:
 
 
 def padded_feeds(packed: Packed) -> Feeds:
-    """Return the possible inputs, `[B, S]`, of a graph with the layout `portable`, `padded` or `alone`.
-
-    A padding slot contains its own sequence's first token.
-    """
+    """Return the inputs, `[B, S]`, of a graph that is not packed; padding has its sequence's first token."""
     layout = packed.layout
     batch, longest = layout.unpack.shape
     mask = np.arange(longest) < layout.attended[:, None]  # [B, S]
@@ -293,10 +284,7 @@ def _unfit(bundle: Bundle, kind: DeviceKind, precision: str, provider: str) -> s
 
 
 def _explain(kind: DeviceKind, provider: str, problems: Mapping[DeviceKind, str]) -> str | None:
-    """Return why a session does not use a preferred kind of device that the runtime supports; None without one.
-
-    problems: errors of opening a session, by kind of device
-    """
+    """Return why a preferred device that the runtime supports is not used, or None. problems: by kind, of opening it"""
     for preferred in preferred_kinds(kind):
         if preferred.provider in ort.get_available_providers():
             if provider != "auto":
@@ -307,10 +295,7 @@ def _explain(kind: DeviceKind, provider: str, problems: Mapping[DeviceKind, str]
 
 
 def usable_kinds(provider: str) -> list[DeviceKind]:
-    """Return the kinds of device to try in this order. Raises ProviderError when the requested one cannot be used.
-
-    provider: the name of a kind, or `auto`
-    """
+    """Return the kinds of device to try for the setting `provider`, in order. Raises ProviderError for none."""
     problems = {kind: device_problem(kind) for kind in named_kinds(provider)}
     usable = [kind for kind, problem in problems.items() if problem is None]
     if not usable:
@@ -381,9 +366,6 @@ def keep_freed_memory() -> None:
 
 
 def trim() -> None:
-    """Return freed memory to the system.
-
-    Otherwise the C library keeps most of it, in fragments that are too small for another bundle.
-    """
+    """Return freed memory to the system, which the C library otherwise keeps in fragments."""
     with suppress(AttributeError):  # only glibc has it
         ctypes.CDLL(None).malloc_trim(0)

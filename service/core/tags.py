@@ -32,10 +32,7 @@ _SPECIAL = re.compile(r"\[.*\]|<.*>|X|PAD")  # labels of special tokens, in some
 
 
 class Tag(NamedTuple):
-    """A label with its type ("PER") and its position ("" if it has none).
-
-    common: the same for all labels that continue an entity of this label
-    """
+    """A label's type ("PER") and position ("" for none). common: equal for labels that continue one entity"""
 
     position: str
     type: str
@@ -129,10 +126,7 @@ def _scheme(labels: tuple[str, ...]) -> Scheme:
 
 
 def to_bio(found: Sequence[str], labels: Sequence[str]) -> list[str]:
-    """Return labels of neighboring tokens or words as "B-" and "I-" of their types, or "O".
-
-    labels: the set that `found` is from.
-    """
+    """Return neighboring labels, each from the set `labels`, as "B-" and "I-" of their types, or "O"."""
     joined = scheme(labels)
     indices = np.array([labels.index(label) for label in found], np.int64)
     begins = [True, *joined.breaks(indices).tolist()]

@@ -16,10 +16,7 @@ from service.scheduling.load import Load
 
 @dataclass(frozen=True, slots=True)
 class RunsOn:
-    """The graph, provider and runtime that compute a bundle.
-
-    provider_note: the reason why an available GPU is not used; None where there is no such reason
-    """
+    """The graph, provider and runtime of a bundle. provider_note: why an available GPU is not used, or None"""
 
     precision: str
     layout: str

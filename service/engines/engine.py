@@ -241,10 +241,7 @@ class Engine:
     async def _stream(
         self, entries: Sequence[Entry], collector: ResultCollector[C, T], ticket: Ticket, most: int
     ) -> list[EntryOutcome]:
-        """Submit entries, and decode each input as soon as its last outcome arrives.
-
-        most: tokens of the largest input that is decoded in this thread
-        """
+        """Submit entries, and decode each complete input, here if it has at most `most` tokens."""
         large: list[asyncio.Task[None]] = []
 
         async def decode_in_thread(complete: CompleteInput[C], began: float) -> None:

@@ -72,10 +72,7 @@ class Runner:
         return count_masks(window, computed)
 
     def warm_up(self, full: Sequence[Sample] = ()) -> dict[int, Estimator]:
-        """Measure the cost of batches, by the number of slots that they take.
-
-        full: batches on one slot that are already measured
-        """
+        """Measure the cost of batches by their number of slots. full: measured batches on one slot"""
         max_length = self._bundle.manifest.max_length
 
         def estimator(width: int) -> Estimator:
@@ -113,10 +110,7 @@ class Runner:
         return Window(golden.input_ids[first], golden.token_type_ids[first])
 
     def run_at_once(self, size: int, length: int, slots: int) -> Sample:
-        """Run a batch of `size` sequences of `length` tokens on each slot at the same time; return the cost of one.
-
-        The batches run twice. Only the second run counts, because the first one allocates memory.
-        """
+        """Run a batch on each slot at the same time; return the cost of one in the second of two runs."""
         batch = [self._build(length)] * size
         with ThreadPoolExecutor(slots) as threads:
             for _ in range(2):
@@ -184,10 +178,7 @@ def full_shapes(max_length: int, tokens: int, size: int, area: float) -> list[tu
 
 
 class LocalDevice:
-    """The device that computes in this process, with the sessions of its bundles.
-
-    texts, runs_on: each bundle's texts, and the graph that computes it, by bundle id
-    """
+    """The device of this process. texts, runs_on: each bundle's texts and computing graph, by bundle id"""
 
     def __init__(
         self, settings: Settings, slots: Slots, metrics: Metrics, kind: DeviceKind = CPU
@@ -246,10 +237,7 @@ class LocalDevice:
     def _run_full_batches(
         self, bundle: Bundle, runner: Runner, area: float, kind: DeviceKind
     ) -> list[Sample]:
-        """Run the largest batches on all slots at once, so that a device without the memory for them fails here.
-
-        Raises BundleError that names the settings to lower.
-        """
+        """Run the largest batches on all slots at once. Raises BundleError if the device lacks the memory."""
         tokens, slots = self._settings.max_batch_tokens, self._slots.number
         size = 1 if runner.unbatched else self._settings.batch_size(kind)
         samples = []

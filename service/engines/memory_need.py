@@ -39,10 +39,7 @@ class MemoryLimitError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class GraphNeed:
-    """The graph of a bundle that will run.
-
-    memory: the value that its manifest states, or an estimate
-    """
+    """The graph of a bundle that will run. memory: the value that its manifest states, or an estimate"""
 
     manifest: Manifest
     graph: Graph

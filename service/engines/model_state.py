@@ -102,10 +102,7 @@ def introduce_model(
 
 
 def add_model(models: Models, new: ServedModel, now: float) -> Models:
-    """Return the models with another pinned version, which becomes current if its name has no current version.
-
-    At most one version of a name gets copies of requests: a new one with `shadow` above 0 replaces it.
-    """
+    """Return the models with a pinned version, the only one of its name with `shadow` if that is above 0."""
     alone = new.shadow > 0
     rest = [replace(m, shadow=0.0) if alone and m.name == new.name else m for m in models]
     if any(model.id == new.id for model in rest):

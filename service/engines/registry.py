@@ -79,10 +79,7 @@ class Engines:
         return Engine(texts, encoder, model, self._device, self.text_threads)
 
     def _tokenizer(self, sha256: str) -> Tokenizer | None:
-        """Return the tokenizer of an open engine with this hash; None if there is none.
-
-        Versions of a model mostly share a tokenizer. It has no state, and reading it again would take time.
-        """
+        """Return the tokenizer of an open engine with this hash, as versions of a model mostly share one, or None."""
         engines = self._by_id.values()
         fits = (e.encoder.tokenizer for e in engines if e.manifest.vocabulary.sha256 == sha256)
         return next(fits, None)

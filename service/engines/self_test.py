@@ -23,10 +23,7 @@ ComputeProbe = Callable[[str, Window], Awaitable[Outputs]]
 
 
 def smallest(golden: Golden, mask_token_id: int | None = None) -> Window:
-    """Return the shortest of a bundle's goldens for which every head has an output.
-
-    mask_token_id: of a fill-mask head, whose output is empty for a golden without a mask token
-    """
+    """Return the shortest golden for which every head, also that of the mask token, has an output."""
     ends = golden.lengths.cumsum()
     goldens = [slice(end - length, end) for end, length in zip(ends, golden.lengths, strict=True)]
     complete = [own for own in goldens if mask_token_id in (None, *golden.input_ids[own].tolist())]

@@ -40,10 +40,7 @@ def access_checks(settings: Settings) -> Sequence[Check]:
 
 
 class PortCheck:
-    """Check that separates the ports if the metrics have their own port.
-
-    The metrics are available on that port only, and that port serves only the metrics and the health routes.
-    """
+    """Check that serves the metrics on their own port only, and there nothing else but health routes."""
 
     def __init__(self, metrics_port: int) -> None:
         self._metrics_port = metrics_port
@@ -164,10 +161,7 @@ class KeyHolder:
             self._requests.take(1)
 
     def charge(self, context: RequestContext) -> None:
-        """Subtract the tokens of a finished request.
-
-        The last admitted request may therefore exceed the limit by any amount.
-        """
+        """Subtract a finished request's tokens; so the last admitted request may exceed the limit."""
         if self._tokens is not None:
             self._tokens.take(context.tokens)
 
@@ -184,10 +178,7 @@ def permission(path: str) -> Permission:
 
 
 def requested_priority(priority: int, headers: Mapping[str, str]) -> int:
-    """Return the priority from the header if it is lower than the key's.
-
-    Raises InvalidInput for an unknown priority.
-    """
+    """Return the header's priority if it is lower than the key's. Raises InvalidInput for an unknown one."""
     asked = headers.get(PRIORITY_HEADER.lower())
     if asked is None:
         return priority

@@ -40,10 +40,7 @@ class MemoryReservation:
         self._held = 0
 
     def take(self, size: int) -> None:
-        """Reserve `size` bytes that have arrived.
-
-        Raises Overloaded for a large body if its tenant now holds more than is left of the budget.
-        """
+        """Reserve `size` bytes that have arrived. Raises Overloaded if a large body's tenant then holds too many."""
         self._budget.change(self._tenant, size)
         self._held += size
         if self._held <= SMALL:

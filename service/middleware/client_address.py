@@ -52,10 +52,7 @@ class ClientAddresses:
         return peer
 
     def _nameless(self, scope: Scope) -> tuple[str, bool]:
-        """Return a peer without an address and whether it is trusted.
-
-        The peer is on a Unix socket, or on a port whose connection it has already closed.
-        """
+        """Return a peer on a Unix socket, or one that has left, and whether it is trusted."""
         _, port = scope.get("server") or ("", 0)
         return (UNIX, self._unix) if port is None else ("", self._all)
 
@@ -70,10 +67,7 @@ class ClientAddresses:
 
 
 def hops(scope: Scope) -> Iterator[str]:
-    """Yield the client address that each proxy reported, the nearest proxy first.
-
-    The source is `X-Forwarded-For` or, without it, `Forwarded`.
-    """
+    """Yield the client address that each proxy reported in `X-Forwarded-For` or `Forwarded`, the nearest first."""
     by_name: dict[bytes, list[bytes]] = {b"x-forwarded-for": [], b"forwarded": []}
     for name, value in scope["headers"]:
         if name in by_name:
@@ -98,10 +92,7 @@ def nearest(lines: list[bytes]) -> list[str]:
 
 
 def parse(text: str) -> Address | None:
-    """Return the address in a text, without its port and zone.
-
-    An IPv6 address that maps an IPv4 address becomes IPv4.
-    """
+    """Return the address in a text without port and zone, as IPv4 where IPv6 maps it; None if there is none."""
     found = NODE.fullmatch(text.strip())
     if found is None:
         return None

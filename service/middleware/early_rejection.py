@@ -72,11 +72,7 @@ class EarlyRejection:
         self._coming_tokens = Counter[Who]()
 
     def __call__(self, scope: Scope, context: RequestContext) -> None:
-        """Check a request.
-
-        Raises TooLarge if Content-Length exceeds the limit, and Overloaded if even the least loaded bundle would be too
-        late.
-        """
+        """Check a request. Raises TooLarge for its Content-Length, Overloaded if even the best bundle is too late."""
         if scope["method"] != "POST" or permission(scope["path"]) != "inference":
             return  # monitoring and administration requests always pass, above all during overload
         engines = self._service.engines
@@ -107,10 +103,7 @@ class EarlyRejection:
         self._come(context, tokens)
 
     def _come(self, context: RequestContext, tokens: int) -> None:
-        """Count a request until the batcher counts it or it is over.
-
-        Many requests may arrive before the first is submitted.
-        """
+        """Count a request, of which many may arrive together, until the batcher counts it or it is over."""
         number, who = id(context), (context.priority, context.tenant)
         self._coming[number] = ExpectedRequest(context.arrival, who, tokens)
         self._coming_tokens[who] += tokens

@@ -105,10 +105,7 @@ class RequestLifecycle:
         return context
 
     def headers(self, context: RequestContext) -> dict[str, str]:
-        """Return the headers that every response carries, at the beginning of the response.
-
-        While the process drains, every response closes its connection.
-        """
+        """Return the headers of every response at its beginning. While the process drains, connections close."""
         headers = {"X-Request-Id": context.request_id, "X-Content-Type-Options": "nosniff"}
         context.closes |= self.service.draining
         if context.drops_body is not None:
@@ -118,10 +115,7 @@ class RequestLifecycle:
         return headers
 
     def record(self, method: str, scope: Scope, context: RequestContext) -> None:
-        """Run the callbacks of a finished request, count it and log it.
-
-        An exception here is our bug; the response stays as it is.
-        """
+        """Call the callbacks of a finished request, count and log it. An exception here does not undo the response."""
         try:
             self._record(method, scope, context)
         except Exception:  # a bug in a callback must not undo the response

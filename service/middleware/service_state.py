@@ -64,10 +64,7 @@ class Service:
 
 
 def timeout_s(headers: Mapping[str, str], settings: Settings) -> float:
-    """Return the timeout of a request in seconds: the client's, but at most the server's.
-
-    Raises InvalidInput if the header is not a whole number of milliseconds.
-    """
+    """Return a request's timeout in seconds: the client's, at most the server's. Raises InvalidInput."""
     header = headers.get(TIMEOUT_HEADER.lower())
     if header is None:
         return settings.deadline_ms / 1000

@@ -91,10 +91,7 @@ async def tracing() -> AsyncIterator[Trace | None]:
 
 
 def parent_context(headers: Headers) -> Context:
-    """Return the client's trace context. Baggage is not read, and neither is a long trace state.
-
-    The time to parse either grows with the square of its length.
-    """
+    """Return the client's trace context. Baggage and a long trace state are not read: parsing takes quadratic time."""
     names = ("traceparent", "tracestate")
     carrier = {name: headers[name] for name in names if name in headers}
     if len(carrier.get("tracestate", "")) > TRACE_STATE:
@@ -190,10 +187,7 @@ class RequestSpans:
                 log.exception("spans could not be made", untold=self._failures.untold())
 
     def _make(self, method: str, route: str, scope: Scope, request_context: RequestContext) -> None:
-        """Create the request's own span, and one span for each stage that the request reached.
-
-        The stages are placed end to end from the request's arrival, because only their durations are known.
-        """
+        """Create a request's own span, and one for each stage it reached, end to end from its arrival."""
         end = time.time_ns()
         begin = end - nanoseconds(request_context.seconds)
         known = method if method in METHODS else "HTTP"
@@ -224,10 +218,7 @@ class RequestSpans:
 def attributes(
     method: str, route: str, scope: Scope, request_context: RequestContext
 ) -> dict[str, AttributeValue]:
-    """Return a request's attributes by the semantic conventions, and others as `quartet.*`.
-
-    They contain no query and no text.
-    """
+    """Return a request's attributes by the semantic conventions, others as `quartet.*`; no query and no text."""
     status = request_context.status or CLIENT_GONE
     given = {
         "http.request.method": method if method in METHODS else "_OTHER",

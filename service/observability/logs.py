@@ -33,10 +33,7 @@ _writers: list[LogWriter] = []  # the writers of this process; the last one is i
 
 
 def configure(level: str, form: Literal["auto", "console", "json"], stream: TextIO) -> None:
-    """Send all log lines of this process to `stream`.
-
-    Lines that it refuses or accepts too slowly are lost and counted.
-    """
+    """Send all log lines of this process to `stream`. Lines that it refuses or takes too slowly are counted."""
     close()
     sink = cast(TextIO, open_writer(stream) or stream)
     console = form == "console" or (form == "auto" and stream.isatty())
@@ -73,10 +70,7 @@ def lost_lines() -> int:
 
 @atexit.register
 def close() -> None:
-    """Wait until all lines are written, at most a second.
-
-    Called before `os._exit` and at the end of the interpreter.
-    """
+    """Wait until all lines are written, at most a second: before `os._exit` and at the interpreter's end."""
     for writer in _writers:
         writer.close()
 

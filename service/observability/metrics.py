@@ -340,10 +340,7 @@ class Metrics:
                     self._answers.labels(priority, route, model)
 
     def forget_others(self, models: Collection[str]) -> None:
-        """Remove the series of all models except these, unless there are none.
-
-        The series of all former models would be too many.
-        """
+        """Remove the series of all models except these, unless there are none, so that they do not become too many."""
         gone = self._told - {"", *models} if models else set()
         for model in gone:
             self._stages_of.pop(model, None)

@@ -24,16 +24,10 @@ ENDS_AT_ONCE = frozenset({"-h", "--help", "--version", "--check-config"})
 
 
 class ChildProcess:
-    """A process of `service.processes.child_main`.
-
-    control: the main process's end of its control channel
-    """
+    """A process of `service.processes.child_main`. control: the main process's end of its control channel"""
 
     def __init__(self, role: str, listeners: Sequence[socket.socket] = ()) -> None:
-        """Start the process. It waits for its start-up config. Raises OSError.
-
-        listeners: sockets that it inherits
-        """
+        """Start the process, which waits for its start-up config, with inherited `listeners`. Raises OSError."""
         self.control, theirs = socket.socketpair()
         inherited = [end.fileno() for end in (theirs, *listeners)]
         command = [*child_python(), "-m", "service.processes.child_main", role]
@@ -121,10 +115,7 @@ def drop_early() -> None:
 
 
 def child_python() -> Sequence[str]:
-    """Return the interpreter's command line for a child.
-
-    An installed service ignores the working directory, where a user's module may have the name of one of ours.
-    """
+    """Return the command of a child's interpreter; an installed service ignores the working directory's modules."""
     folders = {*site.getsitepackages(), site.getusersitepackages()}
     is_installed = str(Path(service.__file__).parent.parent) in folders
     return [sys.executable, "-P"] if is_installed else [sys.executable]

@@ -43,18 +43,11 @@ class ChildControl:
         asyncio.get_running_loop().add_reader(end, self._read)
 
     def send(self, command: bytes, end: socket.socket | None = None) -> bool:
-        """Send a command. Returns whether it was sent.
-
-        It is not sent if the child has just ended, or if the child has read nothing for so long that the buffer is
-        full.
-        """
+        """Return whether a command was sent: the child may have ended, or its full buffer be unread."""
         return self._send(command, [] if end is None else [end.fileno()])
 
     def send_keys(self, keys: bytes) -> bool:
-        """Send API keys, as JSON. Returns whether they were sent.
-
-        They are in a file in memory, because they may be larger than the socket's buffer.
-        """
+        """Return whether API keys, as JSON in a file in memory because of their size, were sent."""
         try:
             with open(os.memfd_create("keys"), "wb") as file:
                 file.write(keys)
@@ -89,11 +82,7 @@ class ChildControl:
 
 
 class ControlCommand(NamedTuple):
-    """A command as a child receives it.
-
-    end: the socket of PEER
-    text: the JSON of KEYS
-    """
+    """A command as a child receives it. end: the socket of PEER; text: the JSON of KEYS"""
 
     kind: bytes
     end: socket.socket | None = None
@@ -150,10 +139,7 @@ class ControlChannel(AsyncIterator[ControlCommand]):
             await self.report({MISSING: kind.decode()})
 
     def _receive(self) -> tuple[bytes, list[int]]:
-        """Receive the next command's byte and descriptors.
-
-        The system drops a descriptor if the process has no free one.
-        """
+        """Receive the next command's byte, and its descriptors unless the process has no free one."""
         self._free_reserve()
         try:
             kind, descriptors, _, _ = socket.recv_fds(self._end, 1, 1)

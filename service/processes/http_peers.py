@@ -53,20 +53,14 @@ class HttpPeers:
             table.add_done_callback(self._first_tables.discard)
 
     async def _send_first_table(self, peer: HttpPeer) -> None:
-        """Send the model table to a new HTTP process.
-
-        If the process cannot adopt it, close its channel, so that it gets another, or ends.
-        """
+        """Send the model table to a new HTTP process. Close its channel if the process cannot adopt it."""
         if problem := await self._send_table(peer):
             log.error("an HTTP process cannot activate the served models", problem=problem)
             peer.close()
         self._send_load(peer)
 
     async def _send_table(self, peer: HttpPeer) -> str:
-        """Send the model table, and wait until new requests follow it, or the process is lost.
-
-        Returns the problem if the process cannot adopt the table, else an empty string.
-        """
+        """Send the model table, and wait until it is used or the process is lost. Return the problem, or ""."""
         models = self._models
         new = [self._texts[model.id] for model in models if model.id not in peer.bundles]
         try:
@@ -90,10 +84,7 @@ class HttpPeers:
         await asyncio.gather(*[_leave(peer, model_id) for peer in self._peers])
 
     async def report_load(self) -> None:
-        """Send the load to all HTTP processes regularly, so that none has to request it.
-
-        Returns when the device fails.
-        """
+        """Send the load to all HTTP processes regularly. Return when the device fails."""
         while True:
             for peer in self._peers:
                 self._send_load(peer)

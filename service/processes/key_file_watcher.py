@@ -20,10 +20,7 @@ Stamp = tuple[int, int, int, int] | None
 
 
 class KeyFiles:
-    """A watcher that calls `changed` with all keys when the files of their source contain other keys.
-
-    keys: the valid keys at the start
-    """
+    """A watcher that calls `changed` with all keys when the files of their source no longer contain `keys`."""
 
     def __init__(self, source: KeySource, keys: Keys, changed: Callable[[Keys], None]) -> None:
         self._source = source

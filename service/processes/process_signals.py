@@ -64,10 +64,7 @@ def at_start() -> None:
 
 
 def die_with_parent(enabled: bool, parent: int | None = None) -> None:
-    """Make the kernel kill this process when its parent ends in any way, or turn that off.
-
-    parent: the expected parent; if it has already ended, this process ends now
-    """
+    """Turn on or off that the kernel kills this process with its parent; end now if `parent` has ended."""
     prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL if enabled else 0))
     if parent is not None and os.getppid() != parent:
         os._exit(1)

@@ -68,10 +68,7 @@ class RemoteDevice:
         return self._peer is not None and self._peer.open
 
     async def follow(self, subscriber: Subscriber) -> None:
-        """Pass the current and all later model tables to a subscriber.
-
-        Raises ValueError if it cannot adopt the first.
-        """
+        """Send the current and all later model tables to a subscriber. Raises ValueError if the first fails."""
         self._subscriber = subscriber
         self._subscribed.set()
         await self._adopted.wait()

@@ -81,10 +81,7 @@ class SingleServer(Server):
 
 @asynccontextmanager
 async def open_local_engines(metrics: Metrics, settings: Settings) -> AsyncIterator[Engines]:
-    """Yield engines on a device in this process, which records its batches in the metrics.
-
-    Raises BundleError or ProviderError if a bundle must not be served.
-    """
+    """Yield engines on a device in this process. Raises BundleError or ProviderError for a bad bundle."""
     async with open_device(settings, metrics) as device:
         manager = ModelManager(device, settings, metrics)
         manager.open()

@@ -150,10 +150,7 @@ class Processes:
                 return
 
     async def _watch(self) -> None:
-        """Kill a serving child without a heartbeat for `hang_s`.
-
-        A child that still opens its bundles may take longer.
-        """
+        """Kill a serving child without a heartbeat for `hang_s`. A child that opens bundles may take longer."""
         while True:
             await self._stall_clock.tick()
             for child in self._children:
@@ -165,10 +162,7 @@ class Processes:
                     self._end(child)
 
     def _wanted(self, role: str) -> bool:
-        """Return whether to start a child of this role.
-
-        While the service drains, no HTTP process is started, but an inference process is, for the accepted requests.
-        """
+        """Return whether to start a child of this role; while draining, only inference with HTTP processes."""
         if self._restarts_end.is_set():
             return False
         is_draining = self._shutdown.stage >= Stage.DRAINING
@@ -209,10 +203,7 @@ class Processes:
                 self._connect(new, other)
 
     def _connect(self, one: Child, other: Child) -> None:
-        """Send each of two children one end of a new channel.
-
-        If a child does not get its end, the other child's end closes.
-        """
+        """Send each of two children one end of a new channel; where one end is lost, the other closes."""
         try:
             ends = socket.socketpair()
         except OSError as error:
@@ -254,10 +245,7 @@ class Processes:
             self._end(child)  # its successor starts with these keys
 
     def _send(self, child: Child, command: bytes, end: socket.socket | None = None) -> None:
-        """Send a command.
-
-        End a child that cannot receive it, because the child would miss a change that other children get.
-        """
+        """Send a command. End a child that cannot receive it, because it would miss a change."""
         if not child.control.send(command, end):
             self._end(child)
 

@@ -48,10 +48,7 @@ Look = Mapping[Path, SeenBundle | None]
 
 
 def scan_bundles(root: Path) -> dict[Path, SeenBundle | None]:
-    """Return every directory with a manifest, except symbolic links and hidden ones. Raises OSError.
-
-    The value of a directory that cannot be read at the moment is None.
-    """
+    """Return directories with a manifest, except links and hidden ones; None for an unreadable one. Raises OSError."""
     found: dict[Path, SeenBundle | None] = {}
     for folder in root.iterdir():
         if not folder.name.startswith(".") and not folder.is_symlink():

@@ -138,10 +138,7 @@ class ModelManager:
         )
 
     async def follow(self, subscriber: Subscriber) -> None:
-        """Send the model table to a subscriber, now and after every change.
-
-        Raises ValueError when the subscriber cannot send requests to a model.
-        """
+        """Send the model table to a subscriber, now and after every change. Raises ValueError if the first fails."""
         await subscriber.adopt(self.models, self._device.texts)
         self._subscriber = subscriber
 
@@ -331,10 +328,7 @@ class ModelManager:
         return UnknownModel(f"no model {asked!r}; loaded here: {there}", param="model")
 
     def _known(self, bundle: Bundle) -> bool:
-        """Return whether a bundle is already served.
-
-        Raises Conflict when its `name@version` is draining or served with other contents.
-        """
+        """Return whether a bundle is served. Raises Conflict if its id is draining or has other contents."""
         name = bundle.manifest.id
         if name in self._going:
             raise Conflict(f"{name} is being unloaded: try again later")

@@ -71,10 +71,7 @@ class AdmissionControl:
         self._started_s += tokens / self._planner.expected_rate(model)
 
     def observe(self, now: float, idle: int) -> None:
-        """Update the drain speed from the expected seconds of new batches and the elapsed time.
-
-        It counts only time in which all slots are busy and entries wait.
-        """
+        """Update the drain speed by the seconds in which all slots are busy and entries wait."""
         if self._started_s and now > self._busy_since:
             self._drain.observe(self._started_s, now - self._busy_since)
         if idle or not self._queue:

@@ -143,10 +143,7 @@ class Batcher:
         self._state = "open"
 
     async def stop(self, drain_s: float) -> None:
-        """Refuse new requests, answer the admitted ones, fail those left after `drain_s` seconds.
-
-        A thread that is still busy then ends with its batch.
-        """
+        """Refuse new requests, answer the admitted ones, and fail those left after `drain_s` seconds."""
         self._state = "draining"
         self._serve_soon()  # a batch that waits for more entries runs now
         try:

@@ -115,10 +115,7 @@ class Estimator:
             self.cost = self._fit(WARM_UP * self._warm + self._recent)
 
     def _surprises(self, sample: Sample) -> bool:
-        """Return whether a batch took much longer or shorter than expected.
-
-        Such a batch refits the cost at once, so that the wrong cost of a rare batch is corrected early.
-        """
+        """Return whether a batch's time differs so much that the cost must be corrected at once."""
         expected = self._expected_s(sample)
         return not expected < SURPRISE * sample.seconds < SURPRISE**2 * expected
 
@@ -205,10 +202,7 @@ def time_run(
 def _evidence(
     samples: Iterable[Sample], at_least: ArrayLike = 0.0, weights: ArrayLike = 1.0
 ) -> Matrix:
-    """Return the normal equations of the relative errors, [4, 5]; the last column is the right-hand side.
-
-    An error is relative to the measured seconds, or to `at_least` if that is larger.
-    """
+    """Return the normal equations, [4, 5], of errors relative to the measured seconds or, if larger, `at_least`."""
     rows = [
         (1, s.tokens, s.size * s.longest**2, s.masks, s.seconds) for s in samples if s.seconds > 0
     ]

@@ -36,11 +36,7 @@ TYPICAL_LENGTH = 64  # tokens of an entry, where none waits
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class QueuedRequest(PendingRequest):
-    """A request in the queue.
-
-    tokens, left: tokens and entries that still wait
-    scheduled: the number of its flow's last batch with an entry of it
-    """
+    """A request in the queue. tokens, left: those that wait; scheduled: the flow's last batch with an entry of it"""
 
     flow_queue: "FlowQueue"
     deadline: float = field(init=False)

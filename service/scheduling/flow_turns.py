@@ -13,10 +13,7 @@ from service.scheduling.load import Flow, weights
 
 
 class FlowWork(ABC):
-    """The waiting work of one flow; true if some waits.
-
-    virtual_time: seconds computed for the flow, divided by its weight
-    """
+    """The waiting work of one flow; true if some waits. virtual_time: its computed seconds over its weight"""
 
     def __init__(self, flow: Flow) -> None:
         self.flow = flow

@@ -90,10 +90,7 @@ class Backlog:
                 self.sizes[left.bits] += sign * left.tokens
 
     def ahead(self, tokens: int) -> int:
-        """Return the waiting tokens that run before a new request of `tokens` tokens.
-
-        A larger request of several windows counts with only as many tokens as the new request has.
-        """
+        """Return the tokens that run before a new request; a larger request counts as `tokens` only."""
         own = tokens.bit_length()
         return sum(
             waiting if bits <= own else tokens * self.requests[bits]
@@ -132,10 +129,7 @@ class Load:
         )
 
     def add(self, flow: Flow, request: RemainingWork) -> None:
-        """Add a request that was sent to the device after it reported this load.
-
-        A request for a bundle that was added after the report is not counted.
-        """
+        """Add a request that was sent after the device reported this load, unless its bundle is newer."""
         if flow.bundle not in self.rates:
             return
         self.waiting.setdefault(flow, Backlog()).change(RemainingWork(), request)

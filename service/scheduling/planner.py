@@ -104,10 +104,7 @@ class Planner:
         self._max_wait_s = max_wait_s
 
     def next(self, now: float, idle: int, may_hold: bool) -> Planned | None:
-        """Plan the next batch for `idle` slots; None if all candidates are cancelled. Requires a waiting entry.
-
-        If no slot is idle, the batch is for the next slot that becomes idle.
-        """
+        """Plan the next batch for `idle` slots, or if 0 for the next idle slot; None if no candidate is left."""
         model, pool = self._queue.pool()
         width = self._width(model, pool, idle)
         cost = model.estimators[width].cost
@@ -128,10 +125,7 @@ class Planner:
         return self.slots * model.estimators[1].tokens_per_second(lengths, masks)
 
     def _width(self, model: ModelStatistics, pool: Sequence[Entry], idle: int) -> int:
-        """Return the slots of the next batch: several if they are idle, fewer entries wait, and the batch ends earlier.
-
-        Trials use the other choice, see `ModelStatistics.count_choice`.
-        """
+        """Return the slots of the next batch: several if idle, few entries wait, and it ends earlier, or as a trial."""
         if not self._queue.size < self._wide <= idle:
             return 1
         pool = pool[: self._size(model)]

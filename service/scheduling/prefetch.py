@@ -30,10 +30,7 @@ class Prefetch:
         self._batch, self._worth_from = (), 2 * size
 
     def keep_or_cancel(self, now: float, probes: bool) -> bool:
-        """Cancel the prefetched batch if it is out of date; return False when a thread has just begun with it.
-
-        probes: whether a self-test waits, which goes before the batch
-        """
+        """Cancel an outdated prefetch; False if a thread has just begun with it. probes: self-tests wait"""
         if not self._batch:
             return True
         live = all(not entry.done and entry.deadline > now for entry in self._batch)

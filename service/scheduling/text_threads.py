@@ -36,11 +36,7 @@ GUESS = 1e6  # characters per second of a thread, before anything was measured
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """The work of one turn of a thread.
-
-    size: in characters
-    work: called in the thread; its return value is the result
-    """
+    """The work, in a thread, of one turn; its return value is the result. size: in characters"""
 
     size: int
     work: Callable[[], Any]
@@ -94,10 +90,7 @@ class TextThreads:
             self.speeds.pop(model, None)
 
     def wait_s(self, flow: Flow, sizes: Sequence[int]) -> float:
-        """Return the expected seconds until more parts of a flow have run; 0 while few characters wait or run.
-
-        sizes: characters of each part
-        """
+        """Return the expected seconds until parts of these characters have run; 0 while few characters wait."""
         if self._characters < FEW_CHARACTERS:
             return 0.0
         waits_s = [0.0]
@@ -113,10 +106,7 @@ class TextThreads:
 
     @contextmanager
     def open(self, flow: Flow, sizes: Sequence[int]) -> Iterator[RunPart]:
-        """Yield a function that runs the parts of a request one after the other. The parts to come count as waiting.
-
-        sizes: characters of each part
-        """
+        """Yield a function that runs a request's parts in turn; those to come, in characters, count as waiting."""
         left = _work_of(flow, sizes)
         for own, work in left.items():
             self._change(own, RemainingWork(), work)
