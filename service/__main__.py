@@ -26,6 +26,7 @@ from service import __version__
 from service.observability import logs
 from service.processes.child_process import drop_early
 from service.processes.supervisor import Processes
+from service.server.sockets import reuse_address
 from service.server.unix_socket import UnixListener
 from service.settings import (
     Settings,
@@ -143,16 +144,24 @@ def reserve(host: str, port: int) -> socket.socket:
             "grpc_port needs the extra grpc: pip install grpcio protobuf, or leave grpc_port unset",
             2,
         )
-    return bind(host, port, socket.SO_REUSEPORT)
+    reserved = bind(host, port)
+    # After the bind, which fails where another service has set this option for the port.
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    return reserved
 
 
-def bind(host: str, port: int, option: int = socket.SO_REUSEADDR) -> socket.socket:
-    """Bind a port before any slow work. Exits with status 1 and one line when the port is busy."""
+def bind(host: str, port: int) -> socket.socket:
+    """Bind a port before any slow work. Exits with status 1 and one line when the port is busy.
+
+    Only the bind ignores connections of an earlier service that still occupy the port. From then on, the port is also
+    busy for a service that starts at the same time, although no process listens yet.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, option, 1)
     try:
+        reuse_address(listener, True)
         listener.bind((host, port))
+        reuse_address(listener, False)
     except OSError as error:
         listener.close()
         reason = error.strerror or error

@@ -25,7 +25,7 @@ from service.server.connection_limits import (
 from service.server.connection_table import ConnectionTable
 from service.server.flow_control import BODY_PIECE, piece_size
 from service.server.graceful_shutdown import GRACE_S, GracefulServer
-from service.server.sockets import limit_unsent, url_of
+from service.server.sockets import limit_unsent, reuse_address, url_of
 from service.settings import Settings
 from service.shutdown import Stage
 
@@ -70,6 +70,7 @@ class Server(GracefulServer):
         raise_file_limit(self.service.settings)
         for listener in sockets or []:
             limit_unsent(listener)
+            reuse_address(listener, True)  # for the start of the next service
         self.listening = [listener.dup() for listener in sockets or []]
         await super().startup(self.listening)
         if self.started and self.service.settings.grpc_port is not None:

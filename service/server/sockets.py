@@ -33,6 +33,11 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def reuse_address(listener: socket.socket, allowed: bool) -> None:
+    """Set whether the address may be bound again while only closed connections of this listener occupy it."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, allowed)
+
+
 def limit_unsent(listener: socket.socket) -> None:
     """Limit the unsent data that the system keeps for each connection of a TCP listener.
 

@@ -3,6 +3,7 @@ import re
 import signal
 import socket
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -150,6 +151,33 @@ def test_processes_share_the_port_of_grpc() -> None:
         for _ in range(20):
             with socket.create_connection(reserved.getsockname()):
                 listener.accept()[0].close()
+
+
+@pytest.mark.parametrize("take", [bind, reserve])
+def test_a_port_that_no_process_listens_on_yet_is_busy(
+    capsys: pytest.CaptureFixture[str], take: Callable[[str, int], socket.socket]
+) -> None:
+    """The second of two services that start at the same time ends, also where their processes share the port."""
+    with take("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(SystemExit) as caught:
+            take("127.0.0.1", port)
+    assert 1 == caught.value.code
+    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+async def test_a_service_starts_again_on_its_port(app: FastAPI) -> None:
+    """Connections that an earlier service has closed do not keep the port busy."""
+    server = Watched(app)
+    listener = bind("127.0.0.1", 0)
+    address = listener.getsockname()
+    serving = asyncio.create_task(server.serve([listener]))
+    await server.serving.wait()
+    client = await asyncio.to_thread(connect, address)
+    server.service.shutdown.receive_signal(signal.SIGTERM)
+    await serving  # the service closes the connection first
+    client.close()
+    bind(*address).close()
 
 
 def test_a_busy_port_ends_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
