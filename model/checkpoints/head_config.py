@@ -34,6 +34,8 @@ HEAD_FIELDS = {
 CARD = "README.md"
 # As a model card of sentence-transformers states the parameters of MatryoshkaLoss.
 MATRYOSHKA_DIMS = re.compile(r'"matryoshka_dims": (\[(?:\s*[1-9][0-9]{0,5}\s*,?)+\])')
+# Files and folders that describe heads, the pooling of an embedding head among them.
+HEAD_FILES = ("heads.json", "modules.json", "1_Pooling")
 Pooling = bundle.PoolingMode | tuple[bundle.PoolingMode, ...]
 # The activation of sentence-transformers' CrossEncoder, for one label or for several, and our problem type for it.
 IDENTITY = "torch.nn.modules.linear.Identity"
@@ -67,6 +69,11 @@ def validate_head(path: Path, **fields: Any) -> bundle.Head:
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise CheckpointError(f"{path}: {problems}") from None
+
+
+def declares_pooling(folder: Path) -> bool:
+    """Return whether a checkpoint's files state the pooling of an embedding head."""
+    return any((folder / name).exists() for name in HEAD_FILES)
 
 
 def is_cross_encoder(folder: Path) -> bool:

@@ -16,6 +16,7 @@ from torch import nn
 from model.bert import Bert
 from model.checkpoints.config_table import check_config
 from model.checkpoints.head_config import (
+    declares_pooling,
     describe_head,
     read_pooling,
     read_retrieval_fields,
@@ -68,6 +69,8 @@ def locate(source: str | Path) -> Path:
         return Path(source)
     if str(source).startswith("package:"):
         return _in_package(str(source))
+    if Path(source).is_file():
+        raise CheckpointError(f"{source} is a file: give the directory of the checkpoint")
     return download(str(source))
 
 
@@ -177,7 +180,7 @@ def _read_vocabulary(config: Mapping[str, Any], folder: Path) -> dict[str, int]:
 
 def has_heads(folder: Path) -> bool:
     """Return whether a checkpoint describes a head; False for an encoder alone or with its pretraining heads."""
-    if any((folder / name).exists() for name in ("heads.json", "modules.json", "1_Pooling")):
+    if declares_pooling(folder):
         return True
     family = family_of(read_config(folder))
     ours = {family.architecture_of(task) for task in SUFFIXES.keys() - {"embedding", "fill-mask"}}
@@ -205,11 +208,28 @@ def load_model(source: str | Path, task: bundle.Task | None = None) -> EncoderWi
     folder = locate(source)
     model = EncoderWithHeads(read_config(folder), read_heads(folder, task))
     weights, names = read_weights(folder), model_names(model, folder)
+    if not declares_pooling(folder):
+        _check_head(model, weights, names, folder)
     fill(model, weights, names, folder)
     _check_unused(weights, model, names, folder, heads=task is not None)
     if any(head.task in MASKED_LM for head in model.described.values()):
         _check_tied(model, weights, folder)
     return model.eval()
+
+
+def _check_head(model: EncoderWithHeads, weights: Tensors, names: Names, folder: Path) -> None:
+    """Raise CheckpointError for the weights of an encoder alone, where `architectures` names a head."""
+    prefix = family_of(model.config).prefix
+    missing = {
+        part: names_on_hub(module, within(names, part)) - {*weights, *(prefix + n for n in weights)}
+        for part, module in model.named_children()
+    }
+    if missing["heads"] and not missing["encoder"]:
+        (task,), shown = model.described, ", ".join(sorted(missing["heads"])[:3])
+        raise CheckpointError(
+            f"{folder}: architectures in config.json names a {task} head, and {len(missing['heads'])} of its tensors "
+            f"are missing: {shown} ...: --task embedding reads the encoder alone"
+        )
 
 
 def _check_unused(
