@@ -1,8 +1,8 @@
 """Export a checkpoint to a verified bundle: `python -m export CHECKPOINT OUT [--precision fp32 int8 fp16]`.
 
-CHECKPOINT is a directory in the hub's layout, trained here or elsewhere, or a hub name. With `--onnx` it is a directory
-with a graph of any encoder, or the file of that graph. OUT is the bundle's directory. Every graph is checked
-before OUT appears; when a check fails, the exit status is 1 and nothing is left.
+CHECKPOINT is a directory in the hub's layout, trained here or elsewhere, or a hub name. It may also be an ONNX graph of
+any encoder: its file, or a directory that has a graph and no other weights. OUT is the bundle's directory. Every graph
+is checked before OUT appears; when a check fails, the exit status is 1 and nothing is left.
 """
 
 import argparse
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import get_args
 
 from export import pipeline, provenance
+from export.external.onnx_source import is_external
 from export.pipeline import ExportRequest
 from model.checkpoints.hub_download import join_name
 from service.core import bundle
@@ -39,7 +40,7 @@ def read_request(argv: Sequence[str] | None) -> ExportRequest:
     parser.add_argument(
         "--onnx",
         action="store_true",
-        help="CHECKPOINT is a directory with model.onnx or onnx/model.onnx, or such a graph: serve it as it is",
+        help="use the graph of a directory that has both a graph and other weights",
     )
     parser.add_argument("out", type=Path, help="the bundle's directory")
     parser.add_argument(
@@ -67,6 +68,18 @@ def read_request(argv: Sequence[str] | None) -> ExportRequest:
         choices=get_args(bundle.Task),
         help="the head to read, where architectures in config.json does not name it; "
         "embedding reads the encoder alone of any checkpoint",
+    )
+    parser.add_argument(
+        "--pooling",
+        choices=[*get_args(bundle.PoolingMode), "none"],
+        help="of vectors, where no file declares it; none for an ONNX graph whose output is pooled",
+    )
+    parser.add_argument(
+        "--output",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="the output of an ONNX graph, where it does not have the usual name; two for qa",
     )
     parser.add_argument(
         "--no-memory",
@@ -97,19 +110,20 @@ def read_request(argv: Sequence[str] | None) -> ExportRequest:
     )
     parser.add_argument("--replace", action="store_true", help="replace OUT if it is a bundle")
     arguments = parser.parse_args(argv)
-    if arguments.onnx and arguments.revision:
-        parser.error("--revision: with --onnx, CHECKPOINT is a local directory")
-    if arguments.onnx and arguments.precisions:
-        parser.error("--onnx: the graph has the precision that it has; leave --precision out")
-    if arguments.onnx and arguments.encoder:
-        parser.error("--encoder: training cannot start from an external graph")
-    precisions = () if arguments.onnx else arguments.precisions or ("fp32", "int8")
+    onnx = arguments.onnx or is_external(arguments.checkpoint)
+    if onnx and arguments.revision:
+        parser.error("--revision: an ONNX graph is a local file")
+    if onnx and arguments.precisions:
+        parser.error("--precision: an ONNX graph keeps the precision of its weights; leave it out")
+    if onnx and arguments.encoder:
+        parser.error("--encoder: training cannot start from an ONNX graph")
+    precisions = () if onnx else arguments.precisions or ("fp32", "int8")
     evaluations = dict(part.split("=", 1) for part in arguments.eval if "=" in part)
     if len(evaluations) != len(arguments.eval):
         parser.error("--eval takes HEAD=FILE, each head once")
     return ExportRequest(
         checkpoint=join_name(arguments.checkpoint, arguments.revision),
-        onnx=arguments.onnx,
+        onnx=onnx,
         out=arguments.out,
         precisions=tuple(dict.fromkeys(precisions)),
         name=arguments.name or arguments.out.resolve().name,
@@ -124,6 +138,8 @@ def read_request(argv: Sequence[str] | None) -> ExportRequest:
         dimensions=tuple(arguments.dimensions),
         calibration=arguments.calibrate,
         encoder=arguments.encoder,
+        pooling=arguments.pooling,
+        outputs=tuple(arguments.output),
     )
 
 

@@ -75,7 +75,8 @@ def _meaning(head: Head) -> str:
         return f"answer spans of up to {head.max_answer_tokens} tokens"
     if head.task == "late-interaction":
         return f"{head.dimensions} numbers for each token"
-    parts = [f"{head.dimensions} numbers, {' + '.join(head.pooling_modes)} pooling"]
+    pooling = " + ".join(head.pooling_modes) or "the graph's own"
+    parts = [f"{head.dimensions} numbers, {pooling} pooling"]
     if head.matryoshka_dimensions:
         parts.append(f"trained for {', '.join(map(str, head.matryoshka_dimensions))} dimensions")
     if head.prompts:

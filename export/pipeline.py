@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import onnx
 import torch
@@ -42,11 +42,12 @@ from export.passes import (
 from export.passes import fp16 as half
 from export.passes.portable import make_portable
 from model.checkpoints import writer
+from model.checkpoints.head_config import declares_pooling
 from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.reader import read_teachers
 from model.checkpoints.source import Source, read_source
 from model.checkpoints.unread import unread_settings
-from model.heads import EncoderWithHeads
+from model.heads import EncoderWithHeads, SentenceEmbedding
 from service.core import bundle
 from service.core.bundle import (
     EMBEDDING_FIELDS,
@@ -101,6 +102,8 @@ class ExportRequest:
     dimensions: the numbers of dimensions that vectors may be cut to; empty for the checkpoint's own
     calibration: a file with a text per line, for int8 graphs and the ranges of quantized vectors
     encoder: a directory for the encoder in half precision, None to write none
+    pooling: of vectors, where no file of the checkpoint declares it; "none" for a graph that pools
+    outputs: names of an external graph's outputs, where they are not the usual ones
     """
 
     checkpoint: str
@@ -119,6 +122,8 @@ class ExportRequest:
     dimensions: tuple[int, ...] = ()
     calibration: Path | None = None
     encoder: Path | None = None
+    pooling: bundle.PoolingMode | Literal["none"] | None = None
+    outputs: tuple[str, ...] = ()
 
     @property
     def default_precision(self) -> str:
@@ -186,6 +191,7 @@ def draft_checkpoint(
 ) -> tuple[Encoder, Bundle, ExportReport]:
     """Trace, quantize and check a checkpoint's model: a bundle of all its graphs in `folder`."""
     source = read_source(request.checkpoint, request.task)
+    choose_pooling(request, source)
     metadata = provenance.with_commit(request.metadata, request.checkpoint, source.folder)
     request = replace(request, metadata=provenance.with_teachers(metadata, source.folder))
     encoder = Encoder(source.tokenizer, choose_max_length(request, source.max_length))
@@ -193,6 +199,8 @@ def draft_checkpoint(
     check_evaluations(request, heads)
     check_precisions(request, heads)
     show(describe_source(source.folder, heads, encoder))
+    assumed = not (request.pooling or declares_pooling(source.folder))
+    show_assumptions(source.folder, heads, assumed, show)
     if unread := unread_settings(source.folder):
         show(f"settings that neither Quartet nor the reference library reads: {unread}")
     encodings = goldens.golden_encodings(encoder, heads)
@@ -222,11 +230,14 @@ def draft_external(
     encoder = Encoder(external.tokenizer, choose_max_length(request, external.max_length))
     encodings = goldens.golden_encodings(encoder, {})
     outputs = onnx_source.run_external(external, encodings)
-    recipe = onnx_source.read_recipe(external, encodings, outputs)
+    recipe = onnx_source.read_recipe(external, encodings, outputs, request.pooling, request.outputs)
     name: str = recipe.head.task
     heads = choose_dimensions(request, {name: recipe.head})
     check_evaluations(request, heads)
     show(describe_source(external.folder, heads, encoder))
+    pools_here = recipe.pooling is not None
+    assumed = pools_here and not (request.pooling or declares_pooling(external.folder))
+    show_assumptions(external.folder, heads, assumed, show)
     record = attach_head.write_graph(external.graph, recipe, folder)
     external.tokenizer.save(str(folder / TOKENIZER))
     expected = [{name: recipe.apply(own)} for own in outputs]
@@ -251,6 +262,46 @@ def draft_external(
 def describe_source(folder: Path, heads: Mapping[str, Head], encoder: Encoder) -> str:
     named = ", ".join(f"{name} ({head.task})" for name, head in heads.items())
     return f"{folder}: {named}; inputs of up to {encoder.max_length} tokens"
+
+
+def show_assumptions(folder: Path, heads: Mapping[str, Head], assumed: bool, show: Show) -> None:
+    """Show what no file of a checkpoint declares about its vectors.
+
+    assumed: whether the pooling is the default
+    """
+    head = heads.get("embedding")
+    if head is None:
+        return
+    if assumed:
+        show(
+            f"warning: {folder} has neither modules.json nor 1_Pooling: the pooling is assumed to be {head.pooling}; "
+            "--pooling selects another one, such as cls for the bge and arctic models"
+        )
+    if head.pooling == "none":
+        show("the graph pools its vectors itself, in a way that no file declares")
+    if head.normalize and not declares_pooling(folder):
+        show(
+            "vectors are normalized; sentence-transformers does not normalize those of a model without modules.json: "
+            '"normalize": false in a request, or in config.json before the export, returns them unchanged'
+        )
+
+
+def choose_pooling(request: ExportRequest, source: Source) -> None:
+    """Give the embedding head of a checkpoint the requested pooling. Raises ValueError where it has another one."""
+    pooling, heads = request.pooling, source.model.described
+    if request.outputs or pooling == "none":
+        raise ValueError("--output and --pooling none are for ONNX graphs only")
+    if pooling is None:
+        return
+    declared = [head.pooling for head in heads.values() if head.task == "embedding"]
+    if not declared:
+        raise ValueError("--pooling: the checkpoint has no embedding head")
+    if declared != [pooling] and declares_pooling(source.folder):
+        named = ", ".join(map(str, declared))
+        raise ValueError(f"--pooling: the files of the checkpoint declare {named}: leave it out")
+    if declared != [pooling]:
+        heads["embedding"] = heads["embedding"].model_copy(update={"pooling": pooling})
+        source.model.heads["embedding"] = SentenceEmbedding(pooling)
 
 
 def check_evaluations(request: ExportRequest, heads: Mapping[str, Head]) -> None:

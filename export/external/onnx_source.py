@@ -27,9 +27,15 @@ from model.checkpoints.head_config import (
 )
 from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.json_files import read_json
-from model.checkpoints.sentence_config import SENTENCE, is_multi_vector, read_module_list
+from model.checkpoints.sentence_config import (
+    SENTENCE,
+    encoder_folder,
+    is_multi_vector,
+    read_module_list,
+)
 from model.checkpoints.source import read_declared_length, read_modules, read_tokenizer
 from model.checkpoints.tokenizer_files import MAX_LENGTH, check_rows
+from model.checkpoints.weight_files import WEIGHT_FILES
 from model.families.spec import SUFFIXES
 from model.heads import SentenceEmbedding
 from model.pooling import POOLINGS
@@ -39,7 +45,7 @@ from service.core.encode import Window
 from service.core.packing import make_layout, pack
 from service.core.session import SessionOptions, open_graph, padded_feeds
 
-PLACES = ("model.onnx", "onnx/model.onnx")
+PLACES = ("model.onnx", "onnx/model.onnx")  # a graph here is taken, whatever other graphs there are
 INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 LOGITS = {"classification": ("logits",), "ner": ("logits",), "qa": ("start_logits", "end_logits")}
 TOKENS = ("last_hidden_state", "token_embeddings")
@@ -111,6 +117,15 @@ def pool(
 # -- reading ------------------------------------------------------------------------------------------------------
 
 
+def is_external(source: str) -> bool:
+    """Return whether a path is an ONNX graph, or a directory that has graphs and no weights of a checkpoint."""
+    path = Path(source)
+    if path.is_file():
+        return path.suffix == ".onnx"
+    encoder = encoder_folder(path)
+    return bool(_graphs(path)) and not any((encoder / name).is_file() for name in WEIGHT_FILES)
+
+
 def read_external(name: str | Path, task: Task | None = None) -> ExternalModel:
     """Read a directory, or the directory of a graph. Raises CheckpointError naming what cannot be served.
 
@@ -138,10 +153,19 @@ def _find(path: Path) -> tuple[Path, Path]:
     if path.is_file():
         inside = path.parent.name == "onnx" and not (path.parent / "config.json").is_file()
         return path.parent.parent if inside else path.parent, path
-    for place in PLACES:
-        if (path / place).is_file():
-            return path, path / place
-    raise CheckpointError(f"{path} has neither {' nor '.join(PLACES)}")
+    graphs = _graphs(path)
+    if not graphs:
+        raise CheckpointError(f"{path} has no ONNX graph, such as {' or '.join(PLACES)}")
+    if len(graphs) > 1:
+        named = ", ".join(str(graph.relative_to(path)) for graph in graphs)
+        raise CheckpointError(f"{path} has several ONNX graphs: give the path of one of {named}")
+    return path, graphs[0]
+
+
+def _graphs(folder: Path) -> list[Path]:
+    """Return the graph in the first of PLACES, else all graphs in the directory and in its `onnx`."""
+    usual = [folder / place for place in PLACES if (folder / place).is_file()]
+    return usual[:1] or sorted([*folder.glob("*.onnx"), *folder.glob("onnx/*.onnx")])
 
 
 def _task(folder: Path, config: Mapping[str, Any], task: Task | None) -> str:
@@ -159,7 +183,10 @@ def _task(folder: Path, config: Mapping[str, Any], task: Task | None) -> str:
         if architecture.endswith(suffix):
             return own
     known = ", ".join(f"...{suffix}" for suffix in served.values())
-    raise CheckpointError(f"{folder}: architecture {architecture} is none of {known}")
+    raise CheckpointError(
+        f"{folder}: architecture {architecture} is none of {known}: --task names the task of the graph, such as "
+        "--task embedding"
+    )
 
 
 def _length(folder: Path, config: Mapping[str, Any]) -> int | None:
@@ -230,14 +257,23 @@ def _check_inputs(external: ExternalModel, inputs: Sequence[Any]) -> None:
 
 
 def read_recipe(
-    external: ExternalModel, encodings: Sequence[Window], raw: Sequence[RawOutputs]
+    external: ExternalModel,
+    encodings: Sequence[Window],
+    raw: Sequence[RawOutputs],
+    pooling: str | None = None,
+    names: Sequence[str] = (),
 ) -> Recipe:
-    """Return the head that the graph's outputs fit. Raises CheckpointError where they do not fit the task."""
+    """Return the head that the graph's outputs fit. Raises CheckpointError where they do not fit the task.
+
+    pooling: of vectors, where no file declares it; "none" for outputs that are pooled
+    names: of the outputs, where they are not the usual ones of the task
+    """
     if external.task == "embedding":
-        return _embedding(external, encodings, raw)
+        return _embedding(external, encodings, raw, pooling, names)
     head = describe_head(external.task, external.config, external.folder)
-    outputs = LOGITS[external.task]
-    _check_outputs(external, outputs, raw[0])
+    usual = LOGITS[external.task]
+    outputs = tuple(names) or usual
+    _check_outputs(external, outputs, raw[0], len(usual))
     width = () if external.task == "qa" else (head.width,)
     for encoding, own in zip(encodings, raw, strict=True):
         tokens = (len(encoding),) if head.per_token else ()
@@ -247,22 +283,38 @@ def read_recipe(
 
 
 def _embedding(
-    external: ExternalModel, encodings: Sequence[Window], raw: Sequence[RawOutputs]
+    external: ExternalModel,
+    encodings: Sequence[Window],
+    raw: Sequence[RawOutputs],
+    requested: str | None,
+    names: Sequence[str],
 ) -> Recipe:
     declared, normalize, dense = _read_pooling(external.folder)
+    if None not in (declared, requested) and requested not in ("none", declared):
+        raise CheckpointError(
+            f"{external.folder}: its files declare the pooling {declared}: leave out --pooling {requested}"
+        )
     tokens = next((name for name in TOKENS if name in raw[0]), None)
-    applied: tuple[PoolingMode, ...] = ()
-    if SENTENCE in raw[0]:
-        name, rows = SENTENCE, "[1, numbers]"
-        pooling, dense = declared or _detect_pooling(external, raw[0], tokens), ()
+    wanted = None if requested in (None, "none") else tokens
+    sentence = SENTENCE if SENTENCE in raw[0] else None
+    (name,) = names[:1] or (wanted or sentence or tokens or TOKENS[0],)
+    _check_outputs(external, names or (name,), raw[0], 1)
+    pooled = name == SENTENCE or (name not in TOKENS and raw[0][name].ndim == 2)
+    if requested and pooled is not (requested == "none"):
+        what = "a vector per text" if pooled else "a vector per token"
+        raise CheckpointError(
+            f"{external.graph}: {name} is {what}, which --pooling {requested} does not fit"
+        )
+    pooling: str | tuple[str, ...]
+    if pooled:
+        pooling, dense = declared or _detect_pooling(raw[0], name, tokens), ()
     else:
-        name, rows = tokens or TOKENS[0], "[1, tokens, numbers]"
-        pooling = declared or "mean"
-        applied = (pooling,) if isinstance(pooling, str) else pooling
-    _check_outputs(external, (name,), raw[0])
+        pooling = declared or requested or "mean"
+    applied = () if pooled else (pooling,) if isinstance(pooling, str) else pooling
     width = raw[0][name].shape[-1:]
     for encoding, own in zip(encodings, raw, strict=True):
-        length = () if name == SENTENCE else (len(encoding),)
+        length = () if pooled else (len(encoding),)
+        rows = "[1, numbers]" if pooled else "[1, tokens, numbers]"
         _check_shape(external, name, own[name], (1, *length, *width), rows)
     widths = [layer.out_features for layer in dense if isinstance(layer, nn.Linear)]
     vector = width[0] * max(1, len(applied))
@@ -288,24 +340,33 @@ def _read_pooling(folder: Path) -> tuple[Pooling | None, bool | None, tuple[nn.M
     return declared, None, ()
 
 
-def _detect_pooling(external: ExternalModel, raw: RawOutputs, tokens: str | None) -> PoolingMode:
-    """Return the graph's pooling where no file declares it, from its outputs per token."""
-    modes: tuple[PoolingMode, ...] = get_args(PoolingMode)
-    for pooling in modes if tokens else ():
+def _detect_pooling(raw: RawOutputs, name: str, tokens: str | None) -> str:
+    """Return the pooling of the graph's vectors, from its outputs per token; "none" where it cannot be detected."""
+    theirs = raw[name][0].astype(np.float32)
+    for pooling in get_args(PoolingMode) if tokens else ():
         ours = pool(raw[str(tokens)][0].astype(np.float32), POOLINGS[pooling])
-        theirs = raw[SENTENCE][0].astype(np.float32)
         if ours.shape == theirs.shape and cosine(ours, theirs) > SAME_POOLING:
-            return pooling
-    raise CheckpointError(
-        f"{external.graph}: the pooling of {SENTENCE} is neither declared (modules.json) nor detectable"
-    )
+            return str(pooling)
+    return "none"
 
 
-def _check_outputs(external: ExternalModel, names: Sequence[str], raw: RawOutputs) -> None:
+def _check_outputs(
+    external: ExternalModel, names: Sequence[str], raw: RawOutputs, number: int
+) -> None:
+    """Raise CheckpointError for another number of outputs, and for one that is missing or has no numbers."""
+    task, there = external.task, ", ".join(raw)
+    if len(names) != number:
+        raise CheckpointError(
+            f"{external.graph}: --output: {task} needs {number} of its outputs {there}, not {len(names)}"
+        )
     missing = [name for name in names if name not in raw]
     if missing:
+        usual = (
+            " or ".join((*TOKENS, SENTENCE)) if task == "embedding" else " and ".join(LOGITS[task])
+        )
         raise CheckpointError(
-            f"{external.graph}: {external.task} needs {', '.join(missing)}, and it gives {', '.join(raw)}"
+            f"{external.graph}: it has no output {', '.join(missing)}, only {there}: {task} needs {usual}; "
+            f"--output NAME{' NAME' * (number - 1)} selects outputs of other names"
         )
     for name in names:
         if raw[name].dtype not in (np.float32, np.float16):

@@ -12,7 +12,7 @@ from service.core.bundle import (
     InputType,
     LateInteraction,
     OutputDtype,
-    PoolingMode,
+    Pooling,
     ProblemType,
     Sparse,
     Task,
@@ -194,8 +194,9 @@ class ServedHead(BaseModel):
     task: Task
     labels: list[str]
     problem_type: ProblemType | None = Field(None, description="of a classification head, if known")
-    pooling: PoolingMode | list[PoolingMode] | None = Field(
-        None, description="of an embedding head; several ways are concatenated"
+    pooling: Pooling | None = Field(
+        None,
+        description="of an embedding head; several ways are concatenated, and `none` is an external graph's own",
     )
     dimensions: int | None = Field(None, description="of an embedding or late-interaction head")
     prompts: dict[str, str] | None = Field(

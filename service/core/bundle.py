@@ -46,6 +46,8 @@ Precision = Literal["fp32", "fp16", "int8"]
 GraphLayout = Literal["packed", "portable", "padded", "alone"]
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 PoolingMode = Literal["mean", "cls", "max", "lasttoken", "weightedmean", "mean_sqrt_len_tokens"]
+# "none": the graph's vectors are pooled in a way that is not known.
+Pooling = PoolingMode | Literal["none"] | tuple[PoolingMode, ...]
 InputType = Literal["query", "document"]
 OutputDtype = Literal["float", "int8", "uint8", "binary", "ubinary"]
 # The smallest and the largest number of each dimension.
@@ -153,7 +155,7 @@ class Head(_Record):
     task: Task
     labels: tuple[str, ...] = ()
     problem_type: ProblemType | None = None
-    pooling: PoolingMode | tuple[PoolingMode, ...] | None = None
+    pooling: Pooling | None = None
     dimensions: int | None = Field(default=None, ge=1)
     normalize: bool = True
     null_threshold: float = 0.0
@@ -233,8 +235,10 @@ class Head(_Record):
 
     @property
     def pooling_modes(self) -> tuple[PoolingMode, ...]:
-        """The ways to pool, whose vectors are concatenated in this order."""
-        return (self.pooling,) if isinstance(self.pooling, str) else self.pooling or ()
+        """The ways to pool, whose vectors are concatenated in this order; none where they are not known."""
+        if isinstance(self.pooling, tuple):
+            return self.pooling
+        return () if self.pooling is None or self.pooling == "none" else (self.pooling,)
 
     @property
     def named_prompts(self) -> dict[str, str]:

@@ -424,7 +424,9 @@ REFUSED: dict[str, tuple[Spoil, list[str], str]] = {
     "no masked language model": (
         be("BertForMaskedLM"),
         [],
-        "tensors are missing: cls.predictions.bias, cls.predictions.transform.LayerNorm.bias",
+        "names a fill-mask head, and 5 of its tensors are missing: cls.predictions.bias, "
+        "cls.predictions.transform.LayerNorm.bias, cls.predictions.transform.LayerNorm.weight ...: "
+        "--task embedding reads the encoder alone",
     ),
     "another encoder": (
         change("config.json", model_type="gpt2"),
@@ -436,6 +438,12 @@ REFUSED: dict[str, tuple[Spoil, list[str], str]] = {
     "no weights": (drop("model.safetensors"), [], "model.safetensors is missing"),
     "no tokenizer": (drop("tokenizer.json"), [], "has neither tokenizer.json nor vocab.txt"),
     "no checkpoint": (shutil.rmtree, [], "is no local directory, and the hub does not provide it"),
+    "another pooling": (
+        lambda _: None,
+        ["--pooling", "cls"],
+        "--pooling: the files of the checkpoint declare mean: leave it out",
+    ),
+    "a graph's option": (lambda _: None, ["--output", "x"], "--output and --pooling none are for"),
     "name": (lambda _: None, ["--name", "a b"], "--name: 'a b' may have letters"),
     "version": (lambda _: None, ["--version", "1@2"], "--version: '1@2' may have letters"),
     "long": (
@@ -478,6 +486,11 @@ def test_refusals(
     checkpoint = shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint")
     spoil(checkpoint)
     assert_refused(said, checkpoint, *flags)
+
+
+def test_a_file_is_no_checkpoint(tiny_checkpoint: Path, assert_refused: Refused) -> None:
+    """A weight file in place of its directory is refused without a look at the hub."""
+    assert_refused("is a file: give the directory", tiny_checkpoint / "model.safetensors")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Bi-encoders and cross-encoders of every family are read from sentence-transformers and written for it."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import transformers
 from numpy.typing import NDArray
 from sentence_transformers import CrossEncoder, SentenceTransformer
 
+from export.__main__ import read_request
 from export.goldens import run_torch
+from export.pipeline import choose_pooling
 from model.checkpoints import head_config, writer
 from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.source import Source, read_source
@@ -71,6 +74,21 @@ def test_bi_encoders(model_type: str, pooling: str, tmp_path: Path) -> None:
     (tmp_path / "ours").mkdir()
     again = SentenceTransformer(save_ours(source, "embedding", tmp_path / "ours"), device="cpu")
     np.testing.assert_allclose(again.encode(TEXTS), expected, **TOLERANCE)
+
+
+def test_a_requested_pooling(tmp_path: Path) -> None:
+    """Without the files of sentence-transformers, `--pooling` gives the vectors of a model that had them."""
+    reference = hub.save_sentence_transformer("bert", tmp_path / "theirs", "cls")
+    expected = reference.encode(TEXTS)
+    (tmp_path / "theirs" / "modules.json").unlink()
+    shutil.rmtree(tmp_path / "theirs" / "1_Pooling")
+    source = read_source(tmp_path / "theirs")
+    assert np.abs(vectors(source) - expected).max() > 1e-2
+
+    flags = [str(tmp_path / "theirs"), str(tmp_path / "out"), "--pooling", "cls"]
+    choose_pooling(read_request(flags), source)
+
+    np.testing.assert_allclose(vectors(source), expected, **TOLERANCE)
 
 
 @every_family

@@ -1,4 +1,4 @@
-"""`python -m export --onnx`: graphs of others get their heads, and what cannot be served is refused by name."""
+"""`python -m export` of ONNX graphs: they get their heads, and what cannot be served is refused by name."""
 
 import json
 import warnings
@@ -137,7 +137,7 @@ def write_modules(folder: Path, *kinds: str) -> None:
 
 
 def export(given: Path, out: Path, *flags: str) -> Bundle:
-    assert 0 == main(["--onnx", str(given), str(out), "--no-memory", *flags])
+    assert 0 == main([str(given), str(out), "--no-memory", *flags])
     return bundle.load(out)
 
 
@@ -226,14 +226,24 @@ def test_manifest(folder: Path, out: Path) -> None:
     assert "computed alone" not in card
 
 
-@pytest.mark.parametrize("place", ["onnx/model.onnx", "onnx/quantized.onnx", "other.onnx"])
-def test_places(place: str, folder: Path, out: Path) -> None:
-    """A graph lies in the directory or in its `onnx`, where it may be named, whatever it is called."""
+@pytest.mark.parametrize("place", ["onnx/model.onnx", "onnx/model_quantized.onnx", "model_O3.onnx"])
+@pytest.mark.parametrize("named", [True, False])
+def test_places(place: str, named: bool, folder: Path, out: Path) -> None:
+    """The only graph of the directory or of its `onnx` is taken, and a graph may be named."""
     write(folder, "ner")
     (folder / place).parent.mkdir(exist_ok=True)
     (folder / "model.onnx").rename(folder / place)
-    given = folder if place == "onnx/model.onnx" else folder / place
-    assert "padded" == export(given, out).manifest.graphs[0].layout
+    assert "padded" == export(folder / place if named else folder, out).manifest.graphs[0].layout
+
+
+def test_a_directory_with_weights(
+    folder: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A directory of a checkpoint and its graph is a checkpoint, unless `--onnx` selects the graph."""
+    (write(folder, "ner") / "model.safetensors").write_bytes(b"")
+    assert 1 == main([str(folder), str(out)])
+    assert "model_type" in capsys.readouterr().err  # which only a checkpoint needs
+    assert "padded" == export(folder, out, "--onnx").manifest.graphs[0].layout
 
 
 def test_the_longest_input(folder: Path, out: Path, tmp_path: Path) -> None:
@@ -257,6 +267,64 @@ def test_metrics_of_labelled_data(folder: Path, out: Path, tmp_path: Path) -> No
 
 
 # -- embeddings -----------------------------------------------------------------------------------
+
+
+def test_the_assumed_pooling(folder: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where no file declares the pooling, export warns of the mean, and of vectors of length 1."""
+    export(write(folder, "embedding"), out)
+    shown = capsys.readouterr().out
+    assert "the pooling is assumed to be mean; --pooling selects another one" in shown
+    assert "sentence-transformers does not normalize" in shown
+
+
+def test_a_requested_pooling(
+    folder: Path, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--pooling` selects the pooling without a warning; a declared one stays."""
+    made = export(write(folder, "embedding"), out, "--pooling", "cls")
+    assert_gives(made, "embedding", firsts(made))
+    assert "cls" == made.manifest.heads["embedding"].pooling
+    assert "assumed" not in capsys.readouterr().out
+    write_json(folder / "1_Pooling" / "config.json", {"pooling_mode": "mean"})
+    assert 1 == main([str(folder), str(tmp_path / "other"), "--pooling", "cls"])
+    assert "its files declare the pooling mean" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+def test_outputs_of_other_names(pooled: bool, folder: Path, out: Path) -> None:
+    """`--output` selects an output of another name, of a vector per token or per text."""
+    proto = lookup("last_hidden_state")
+    proto.graph.node[0].output[0] = "every"
+    if pooled:
+        proto.graph.initializer.append(numpy_helper.from_array(np.array(0), "zero"))
+        node = helper.make_node("Gather", ["every", "zero"], ["461"], axis=1)
+    else:
+        node = helper.make_node("Identity", ["every"], ["461"])
+    proto.graph.node.append(node)
+    proto.graph.output[0].name = "461"
+    made = export(write(folder, "embedding", proto), out, "--output", "461")
+    assert_gives(made, "embedding", (firsts if pooled else means)(made, "last_hidden_state"))
+    assert ("none" if pooled else "mean") == made.manifest.heads["embedding"].pooling
+
+
+def test_other_names_of_logits(folder: Path, out: Path) -> None:
+    """The outputs of the other tasks may have other names, too, in the order of the task's own."""
+    proto = lookup("end_logits", "start_logits")
+    for node, value, name in zip(proto.graph.node, proto.graph.output, "ab", strict=True):
+        node.output[0] = value.name = name
+    made = export(write(folder, "qa", proto), out, "--output", "b", "a")
+    columns = [looked_up(made, name) for name in ("start_logits", "end_logits")]
+    assert_gives(made, "qa", np.stack(columns, axis=-1))
+
+
+def test_pooled_vectors_only(folder: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A graph whose only output is `sentence_embedding` has pooled already, and needs no pooling."""
+    proto = first_token(lookup("last_hidden_state"), "sentence_embedding")
+    proto.graph.output[0].name = "sentence_embedding"
+    made = export(write(folder, "embedding", proto), out)
+    assert_gives(made, "embedding", firsts(made))
+    assert "none" == made.manifest.heads["embedding"].pooling
+    assert "the graph pools its vectors itself" in capsys.readouterr().out
 
 
 def test_pooling_of_the_first_token(folder: Path, out: Path) -> None:
@@ -614,25 +682,15 @@ def two_weight_files(folder: Path) -> None:
     write(folder, "qa", proto)
 
 
-def no_graph(folder: Path) -> None:
-    (write(folder, "ner") / "model.onnx").unlink()
-
-
 def unreadable(folder: Path) -> None:
     (write(folder, "ner") / "model.onnx").write_bytes(b"this is none")
 
 
-def unpooled(folder: Path) -> None:
-    """Vectors of the second token, and no word on it."""
-    proto = lookup("token_embeddings")
-    proto.graph.initializer.append(numpy_helper.from_array(np.array(1), "second"))
-    node = helper.make_node(
-        "Gather", ["token_embeddings", "second"], ["sentence_embedding"], axis=1
-    )
-    proto.graph.node.append(node)
-    kind = helper.make_tensor_value_info("sentence_embedding", TensorProto.FLOAT, None)
-    proto.graph.output.append(kind)
-    write(folder, "embedding", proto)
+def several_graphs(folder: Path) -> None:
+    write(folder, "ner")
+    (folder / "model.onnx").rename(folder / "model_O3.onnx")
+    (folder / "onnx").mkdir()
+    onnx.save(graph_for("ner"), folder / "onnx" / "model_quantized.onnx")
 
 
 def median_pooled(folder: Path) -> None:
@@ -642,7 +700,7 @@ def median_pooled(folder: Path) -> None:
 
 
 REFUSALS: dict[str, tuple[Spoil, str]] = {
-    "no graph": (no_graph, "has neither model.onnx nor onnx/model.onnx"),
+    "several graphs": (several_graphs, "give the path of one of model_O3.onnx, onnx/model_qu"),
     "no graph inside": (unreadable, "model.onnx cannot be opened"),
     "a decoder": (rewrite(is_decoder=True), "a decoder cannot be served"),
     "a generator": (
@@ -651,7 +709,7 @@ REFUSALS: dict[str, tuple[Spoil, str]] = {
     ),
     "a masked language model": (
         rewrite(architectures=["LookupForMaskedLM"]),
-        "architecture LookupForMaskedLM is none of ...ForSequenceClassification",
+        "--task names the task of the graph, such as --task embedding",
     ),
     "no vocabulary": (rewrite(vocab_size=None), "does not say vocab_size"),
     "a small vocabulary": (rewrite(vocab_size=99), "tokens, the model 99"),
@@ -679,11 +737,12 @@ REFUSALS: dict[str, tuple[Spoil, str]] = {
     ),
     "another task's outputs": (
         rewrite(architectures=["LookupModel"]),
-        "embedding needs last_hidden_state, and it gives logits",
+        "has no output last_hidden_state, only logits: embedding needs last_hidden_state or token_embeddings or "
+        "sentence_embedding; --output NAME selects",
     ),
     "half of the outputs": (
         regraph(lambda proto: proto.graph.output.pop(), "qa"),
-        "qa needs end_logits, and it gives start_logits",
+        "has no output end_logits, only start_logits: qa needs start_logits and end_logits",
     ),
     "a row per token where there is one": (
         rewrite(architectures=["LookupForSequenceClassification"]),
@@ -704,7 +763,6 @@ REFUSALS: dict[str, tuple[Spoil, str]] = {
     "bfloat16": (regraph(bfloat16), "cannot serve weights of BFLOAT16"),
     "four bits": (regraph(four_bits), "cannot serve weights of 4 bits"),
     "weights in many files": (two_weight_files, "its weights lie in 2 files"),
-    "unknown pooling": (unpooled, "the pooling of sentence_embedding is neither declared"),
     "pooled another way": (median_pooled, "cannot serve pooling median"),
 }
 
@@ -714,7 +772,7 @@ def test_refused(what: str, folder: Path, out: Path, capsys: pytest.CaptureFixtu
     """Status 1, one line with the reason, and no file next to OUT, in it, or among temporary files."""
     spoil, said = REFUSALS[what]
     spoil(folder)
-    assert 1 == main(["--onnx", str(folder), str(out)])
+    assert 1 == main([str(folder), str(out)])
     errors = capsys.readouterr().err
     assert said in errors
     assert errors.startswith("export: ")
@@ -730,7 +788,7 @@ def test_weights_elsewhere(folder: Path, out: Path, capsys: pytest.CaptureFixtur
     set_external_data(proto.graph.initializer[0], "../secret", 0)
     proto.graph.initializer[0].ClearField("raw_data")
     write(folder, "ner", proto)
-    assert 1 == main(["--onnx", str(folder), str(out)])
+    assert 1 == main([str(folder), str(out)])
     assert "model.onnx cannot be opened" in capsys.readouterr().err
 
 
@@ -742,12 +800,12 @@ def test_weights_in_a_folder(folder: Path, out: Path, capsys: pytest.CaptureFixt
     set_external_data(proto.graph.initializer[0], "parts/table", 0)
     proto.graph.initializer[0].ClearField("raw_data")
     write(folder, "ner", proto)
-    assert 1 == main(["--onnx", str(folder), str(out)])
+    assert 1 == main([str(folder), str(out)])
     assert "its weights must be in its directory, not at parts/table" in capsys.readouterr().err
 
 
 def test_an_external_graph_takes_no_precision(folder: Path, out: Path) -> None:
     """The graph has the one that it has."""
     with pytest.raises(SystemExit) as ended:
-        main(["--onnx", str(write(folder, "ner")), str(out), "--precision", "int8"])
+        main([str(write(folder, "ner")), str(out), "--precision", "int8"])
     assert 2 == ended.value.code
