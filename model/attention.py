@@ -54,14 +54,10 @@ class PackedLayout:
 
 @dataclass(frozen=True)
 class Mask:
-    """The keys of its own sequence that a query attends to: all by default.
+    """The keys of its own sequence that a query attends to: all by default."""
 
-    causal: no keys after the query
-    reach: only keys at most this many tokens away
-    """
-
-    causal: bool = False
-    reach: int | None = None
+    causal: bool = False  # no keys after the query
+    reach: int | None = None  # only keys at most this many tokens away
 
     @property
     def window(self) -> tuple[int, int]:

@@ -27,18 +27,12 @@ TOP = 3  # predictions
 
 @dataclass(frozen=True)
 class ClozeExample:
-    """A sentence with one masked token.
+    """A sentence with one masked token."""
 
-    text: with the mask in its place
-    window: its tokens and segments
-    place: index of the masked token in the window
-    answer: the masked token's id
-    """
-
-    text: str
-    window: Window
-    place: int
-    answer: int
+    text: str  # with the mask in its place
+    window: Window  # its tokens and segments
+    place: int  # index of the masked token in the window
+    answer: int  # the masked token's id
 
 
 def choose(

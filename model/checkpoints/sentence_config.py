@@ -196,17 +196,13 @@ def read_module_list(folder: Path) -> list[tuple[str, Path]]:
 
 @dataclass(frozen=True)
 class Router:
-    """A Router module, which has modules for queries and for documents.
-
-    structure: class names and folders of each route's modules, by the route's name
-    mappings: routes by task and modality; None for any
-    default: the route of texts without a task; None if there is none
-    """
+    """A Router module, which has modules for queries and for documents."""
 
     path: Path
+    # Class names and folders of each route's modules, by the route's name.
     structure: Mapping[str, list[tuple[str, Path]]]
-    mappings: Mapping[tuple[str | None, Any], str]
-    default: str | None
+    mappings: Mapping[tuple[str | None, Any], str]  # routes by task and modality; None for any
+    default: str | None  # the route of texts without a task; None if there is none
 
     def route(self, task: str | None) -> str:
         """Return the route of texts for a task, as sentence-transformers finds it. Raises CheckpointError."""

@@ -29,16 +29,13 @@ class Handling(StrEnum):
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of a file.
+    """One setting of a file."""
 
-    name: or a pattern of names, such as `*_token`
-    harmless: for REFUSED, the values with which the reference library computes what Quartet computes
-    note: for readers of the table in the docs and, for REFUSED, of the message: the reason, and what to do
-    """
-
-    name: str
+    name: str  # or a pattern of names, such as `*_token`
     handling: Handling
+    # For REFUSED, the values with which the reference library computes what Quartet computes.
     harmless: tuple[Any, ...] = ()
+    # For readers of the table in the docs and, for REFUSED, of the message: the reason, and what to do.
     note: str = ""
 
 

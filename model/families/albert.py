@@ -20,11 +20,7 @@ from model.families.bert_names import BERT
 
 @dataclass(frozen=True)
 class AlbertConfig(BertConfig):
-    """Defaults are the values of `albert-base-v2`.
-
-    num_hidden_groups: groups of layers, each shared by consecutive depths
-    inner_group_num: layers of a group
-    """
+    """Defaults are the values of `albert-base-v2`."""
 
     model_type: ClassVar[str] = "albert"
     absent: ClassVar[Mapping[str, Any]] = {
@@ -36,8 +32,8 @@ class AlbertConfig(BertConfig):
 
     vocab_size: int = 30000
     embedding_size: int = 128
-    num_hidden_groups: int = 1
-    inner_group_num: int = 1
+    num_hidden_groups: int = 1  # groups of layers, each shared by consecutive depths
+    inner_group_num: int = 1  # layers of a group
     hidden_act: str = "gelu_new"
     hidden_dropout_prob: float = 0.0
     attention_probs_dropout_prob: float = 0.0

@@ -36,14 +36,7 @@ TERMS = ("c2p", "p2c")  # content to position, position to content
 
 @dataclass(frozen=True)
 class DebertaConfig(BertConfig):
-    """Defaults are the values of `DebertaConfig` in transformers, which has BERT's positions only.
-
-    embedding_size: width of the embedding tables, where it is not hidden_size
-    relative_attention: whether scores depend on distances
-    max_relative_positions: the largest distance with its own row; -1 for max_position_embeddings
-    position_biased_input: whether embeddings contain positions
-    pos_att_type: a subset of TERMS
-    """
+    """Defaults are the values of `DebertaConfig` in transformers, which has BERT's positions only."""
 
     model_type: ClassVar[str] = "deberta"
     released: ClassVar[Mapping[str, Any]] = {
@@ -55,11 +48,12 @@ class DebertaConfig(BertConfig):
     vocab_size: int = 50265
     type_vocab_size: int = 0
     layer_norm_eps: float = 1e-7
-    embedding_size: int | None = None
-    relative_attention: bool = False
+    embedding_size: int | None = None  # width of the embedding tables, where it is not hidden_size
+    relative_attention: bool = False  # whether scores depend on distances
+    # The largest distance with its own row; -1 for max_position_embeddings.
     max_relative_positions: int = -1
-    position_biased_input: bool = True
-    pos_att_type: tuple[str, ...] = ()
+    position_biased_input: bool = True  # whether embeddings contain positions
+    pos_att_type: tuple[str, ...] = ()  # a subset of TERMS
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -107,13 +101,7 @@ class DebertaConfig(BertConfig):
 
 @dataclass(frozen=True)
 class DebertaV2Config(DebertaConfig):
-    """The configuration of versions 2 and 3.
-
-    position_buckets: rows of the table for each side; -1 for one per distance
-    share_att_key: whether distances use the tokens' projections
-    norm_rel_ebd: "layer_norm" where the table is normalized, else "none"
-    conv_kernel_size: width, in tokens, of a convolution parallel to the first layer; 0 for none
-    """
+    """The configuration of versions 2 and 3."""
 
     model_type: ClassVar[str] = "deberta-v2"
     released: ClassVar[Mapping[str, Any]] = {
@@ -128,9 +116,10 @@ class DebertaV2Config(DebertaConfig):
     num_hidden_layers: int = 24
     num_attention_heads: int = 24
     intermediate_size: int = 6144
-    position_buckets: int = -1
-    share_att_key: bool = False
-    norm_rel_ebd: str = "none"
+    position_buckets: int = -1  # rows of the table for each side; -1 for one per distance
+    share_att_key: bool = False  # whether distances use the tokens' projections
+    norm_rel_ebd: str = "none"  # "layer_norm" where the table is normalized, else "none"
+    # Width, in tokens, of a convolution parallel to the first layer; 0 for none.
     conv_kernel_size: int = 0
     conv_groups: int = 1
     conv_act: str = "tanh"

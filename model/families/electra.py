@@ -24,10 +24,7 @@ from model.families.roberta import ROBERTA
 
 @dataclass(frozen=True)
 class ElectraConfig(BertConfig):
-    """Defaults are the values of `google/electra-small-discriminator`.
-
-    generator_size: width of the generator as a share of the encoder's, rounded to whole heads; not in transformers
-    """
+    """Defaults are the values of `google/electra-small-discriminator`."""
 
     model_type: ClassVar[str] = "electra"
 
@@ -35,6 +32,7 @@ class ElectraConfig(BertConfig):
     hidden_size: int = 256
     num_attention_heads: int = 4
     intermediate_size: int = 1024
+    # Width of the generator as a share of the encoder's, rounded to whole heads; not in transformers.
     generator_size: float = 0.25
 
     @property

@@ -26,13 +26,7 @@ CUTOFF = 2  # standard deviations, at which initial weights are truncated
 
 @dataclass(frozen=True)
 class ModernBertConfig(BertConfig):
-    """Defaults are the values of `answerdotai/ModernBERT-base`.
-
-    layer_types: GLOBAL or LOCAL for each layer; by default every third is global, from the first on
-    local_attention: width of a local layer's window in tokens, half of it before a token and half after
-    global_rope_theta, local_rope_theta: bases of the RoPE frequencies
-    type_vocab_size: segments; 0 in all released checkpoints and in transformers
-    """
+    """Defaults are the values of `answerdotai/ModernBERT-base`."""
 
     model_type: ClassVar[str] = "modernbert"
     words: ClassVar[Mapping[str, str | None]] = {
@@ -50,11 +44,14 @@ class ModernBertConfig(BertConfig):
     hidden_dropout_prob: float = 0.0
     attention_probs_dropout_prob: float = 0.0
     max_position_embeddings: int = 8192
-    type_vocab_size: int = 0
+    type_vocab_size: int = 0  # segments; 0 in all released checkpoints and in transformers
     layer_norm_eps: float = 1e-5
     pad_token_id: int = 50283
+    # GLOBAL or LOCAL for each layer; by default every third is global, from the first on.
     layer_types: tuple[str, ...] = ()
+    # Width of a local layer's window in tokens, half of it before a token and half after.
     local_attention: int = 128
+    # global_rope_theta, local_rope_theta: bases of the RoPE frequencies
     global_rope_theta: float = 160_000.0
     local_rope_theta: float = 10_000.0
     norm_bias: bool = False

@@ -31,42 +31,34 @@ PRETRAINING = "ForPreTraining"  # a masked language model with another head
 
 @dataclass(frozen=True)
 class Family:
-    """One kind of encoder.
-
-    architecture: prefix of the hub's class names
-    prefix: of the encoder's parameters in checkpoints with heads
-    trunk: the hub's names for the encoder's parameters
-    heads: the hub's names for the parameters of the heads, by task
-    make_heads: by task, a function of configuration and number of labels that makes a head unlike that in `heads.py`;
-        also "masked_lm" for the masked language model head, and "pretraining" for the module that is pretrained
-    objectives: the hub's names for the parameters of the pretraining heads
-    pair_objective: the objective on two texts, used if `objectives` has a classifier for it
-    mask_rate: the share of tokens that pretraining masks
-    decoder: the hub's name of the masked language model's output matrix, which is tied to the word embeddings
-    activation: after the dense layer of the pooler
-    tokenizer: its algorithm
-    special_tokens: the tokenizer's, in the order of their ids
-    frame: the templates of special tokens for a text and for a pair; `:1` marks the second segment
-    """
+    """One kind of encoder."""
 
     config: type[BertConfig]
     encoder: type[nn.Module]
-    architecture: str
-    prefix: str
+    architecture: str  # prefix of the hub's class names
+    prefix: str  # of the encoder's parameters in checkpoints with heads
     encoder_names: Stems
+    # The hub's names for the parameters of the heads, by task.
     heads: Mapping[str, Mapping[str, str]]
+    # By task, a function of configuration and number of labels that makes a head unlike that in `heads.py`; also
+    # "masked_lm" for the masked language model head, and "pretraining" for the module that is pretrained.
     make_heads: Mapping[str, Callable[..., nn.Module]] = field(default_factory=dict)
+    # The hub's names for the parameters of the pretraining heads.
     objectives: Mapping[str, str] = field(default_factory=dict)
+    # The objective on two texts, used if `objectives` has a classifier for it.
     pair_objective: Pairs = "nsp"
-    mask_rate: float = 0.15
+    mask_rate: float = 0.15  # the share of tokens that pretraining masks
+    # The hub's name of the masked language model's output matrix, which is tied to the word embeddings.
     decoder: str = "cls.predictions.decoder"
-    activation: Callable[[Tensor], Tensor] = torch.tanh
-    tokenizer: Literal["wordpiece", "byte-level BPE", "unigram"] = "wordpiece"
+    activation: Callable[[Tensor], Tensor] = torch.tanh  # after the dense layer of the pooler
+    tokenizer: Literal["wordpiece", "byte-level BPE", "unigram"] = "wordpiece"  # its algorithm
+    # The tokenizer's, in the order of their ids.
     special_tokens: Mapping[str, str] = field(
         default_factory=lambda: {
             kind: f"[{kind.upper()}]" for kind in ("pad", "unk", "cls", "sep", "mask")
         }
     )
+    # The templates of special tokens for a text and for a pair; `:1` marks the second segment.
     frame: tuple[str, str] = ("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1")
 
     @property

@@ -32,17 +32,14 @@ class Bin(NamedTuple):
 
 @dataclass(frozen=True)
 class Calibration:
-    """A fitted temperature, and the calibration errors without and with it.
-
-    rows: texts that it was fitted to
-    error_before, error_after: expected calibration error; `error_after` is measured on texts outside the fit
-    bins_before, bins_after: for a reliability curve
-    """
+    """A fitted temperature, and the calibration errors without and with it."""
 
     temperature: float
-    rows: int
+    rows: int  # texts that it was fitted to
+    # error_before, error_after: expected calibration error; `error_after` is measured on texts outside the fit
     error_before: float
     error_after: float
+    # bins_before, bins_after: for a reliability curve
     bins_before: list[Bin]
     bins_after: list[Bin]
 

@@ -189,18 +189,15 @@ class BatchStream(Protocol):
 
 @dataclass(frozen=True)
 class TrainingTask:
-    """A stream of batches with the teachers for them.
-
-    teacher_heads: the teacher's head for each head that the batches train; None where it has labels only
-    encoder_teacher: the teacher of hidden states and relations
-    retokenized: the same rows as tokens of each teacher with another tokenizer, by the teacher's name
-    replacement: replaces words by similar words, in the texts of student and teacher
-    """
+    """A stream of batches with the teachers for them."""
 
     stream: BatchStream
+    # The teacher's head for each head that the batches train; None where it has labels only.
     teacher_heads: Mapping[str, TeacherHead | None]
-    encoder_teacher: Teacher | None = None
+    encoder_teacher: Teacher | None = None  # the teacher of hidden states and relations
+    # The same rows as tokens of each teacher with another tokenizer, by the teacher's name.
     retokenized: Mapping[str, BatchStream] = field(default_factory=dict)
+    # Replaces words by similar words, in the texts of student and teacher.
     replacement: Replacement | None = None
 
     @property
@@ -294,16 +291,11 @@ def teacher_encoder(
 
 
 class CapturedBatch(NamedTuple):
-    """The tensors of a model's forward pass.
+    """The tensors of a model's forward pass."""
 
-    outputs: of heads by name, in full precision
-    hidden: `[T, H]` of the embeddings and after each layer
-    qkv: each layer's queries, keys and values, where requested
-    """
-
-    outputs: dict[str, Tensor]
-    hidden: list[Tensor]
-    qkv: list[tuple[Tensor, ...]]
+    outputs: dict[str, Tensor]  # of heads by name, in full precision
+    hidden: list[Tensor]  # `[T, H]` of the embeddings and after each layer
+    qkv: list[tuple[Tensor, ...]]  # each layer's queries, keys and values, where requested
     layout: PackedLayout
 
 

@@ -9,16 +9,12 @@ MOST_POINTS = 1000
 
 @dataclass
 class Series:
-    """Means of a value over equal numbers of recorded steps; exact for up to MOST_POINTS of them.
+    """Means of a value over equal numbers of recorded steps; exact for up to MOST_POINTS of them."""
 
-    points: the last step of each mean, and the mean
-    width: the recorded values in each mean
-    pending: the values after the last mean
-    """
-
+    # The last step of each mean, and the mean.
     points: list[tuple[int, float]] = field(default_factory=list)
-    width: int = 1
-    pending: list[float] = field(default_factory=list)
+    width: int = 1  # the recorded values in each mean
+    pending: list[float] = field(default_factory=list)  # the values after the last mean
 
     def add(self, step: int, value: float) -> None:
         """Record the value of a step."""

@@ -286,13 +286,10 @@ class File(_Record):
 
 
 class Memory(_Record):
-    """The memory of one session of a graph on a CPU, as `export` measured it, in bytes.
+    """The memory of one session of a graph on a CPU, as `export` measured it, in bytes."""
 
-    opened: what the session adds to a process that has loaded the runtime
-    batches: what a batch of the longest texts adds at its peak, by its tokens
-    """
-
-    opened: int = Field(ge=0)
+    opened: int = Field(ge=0)  # what the session adds to a process that has loaded the runtime
+    # What a batch of the longest texts adds at its peak, by its tokens.
     batches: dict[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=0)]] = Field(min_length=1)
 
     def of_batch(self, tokens: int) -> int:
@@ -310,19 +307,16 @@ class Memory(_Record):
 
 
 class Graph(File):
-    """One ONNX graph; `weights` is the external weight file that it shares with others, if any.
-
-    attention_bias: whether attention adds a bias to its scores; None where the manifest does not state it
-    memory: None where the manifest does not state it
-    """
+    """One ONNX graph; `weights` is the external weight file that it shares with others, if any."""
 
     precision: Precision
     layout: GraphLayout
     provider: Annotated[str, AfterValidator(partial(check_name, other="any"))]
     opset: int
     weights: File | None = None
+    # Whether attention adds a bias to its scores; None where the manifest does not state it.
     attention_bias: bool | None = None
-    memory: Memory | None = None
+    memory: Memory | None = None  # None where the manifest does not state it
 
 
 class Vocabulary(File):
@@ -332,12 +326,10 @@ class Vocabulary(File):
 
 
 class Goldens(File):
-    """Inputs with the outputs of PyTorch, or of an external ONNX model.
+    """Inputs with the outputs of PyTorch, or of an external ONNX model."""
 
-    tolerance: per precision, the largest difference (`max_difference`, see `deviation`) or the smallest cosine per head
-    (`min_cosine`) that the served outputs may have from these outputs
-    """
-
+    # Per precision, the largest difference (`max_difference`, see `deviation`) or the smallest cosine per head
+    # (`min_cosine`) that the served outputs may have from these outputs.
     tolerance: dict[Precision, "Tolerance"]
 
 
@@ -508,15 +500,11 @@ class Golden:
 
 @dataclass(frozen=True, slots=True)
 class BundleTexts:
-    """The parts of a bundle that a process needs to encode texts and decode outputs, without the graphs.
-
-    sha256: of the manifest, which contains the hashes of all other files
-    tokenizer: the bytes of its file
-    """
+    """The parts of a bundle that a process needs to encode texts and decode outputs, without the graphs."""
 
     manifest: Manifest
-    sha256: str
-    tokenizer: bytes
+    sha256: str  # of the manifest, which contains the hashes of all other files
+    tokenizer: bytes  # the bytes of its file
 
 
 @dataclass(frozen=True, slots=True)

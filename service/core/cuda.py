@@ -26,17 +26,12 @@ CAPABILITY_MINOR = 76
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU.
-
-    capability: its compute capability, major and minor
-    memory: bytes
-    cuda: the newest CUDA version that the driver supports, major and minor
-    """
+    """A GPU."""
 
     name: str
-    capability: tuple[int, int]
-    memory: int
-    cuda: tuple[int, int]
+    capability: tuple[int, int]  # its compute capability, major and minor
+    memory: int  # bytes
+    cuda: tuple[int, int]  # the newest CUDA version that the driver supports, major and minor
 
 
 def find_gpu() -> Gpu:

@@ -62,16 +62,11 @@ class TokenScore(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MaskedText(Cut):
-    """One input with its mask tokens; `windows` are only those that a mask token is read from.
+    """One input with its mask tokens; `windows` are only those that a mask token is read from."""
 
-    ids: of all tokens of the text, special tokens included
-    places: the indices of the mask tokens in `ids`, `[m]`
-    rows: the row of each mask token in the outputs of all `windows` together, `[m]`
-    """
-
-    ids: list[int]
-    places: list[int]
-    rows: Ints
+    ids: list[int]  # of all tokens of the text, special tokens included
+    places: list[int]  # the indices of the mask tokens in `ids`, `[m]`
+    rows: Ints  # the row of each mask token in the outputs of all `windows` together, `[m]`
 
 
 S = TypeVar("S", EntitySpan, AnswerSpan)

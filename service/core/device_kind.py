@@ -19,36 +19,26 @@ class Slots(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceKind:
-    """A kind of device that ONNX Runtime can compute on.
+    """A kind of device that ONNX Runtime can compute on."""
 
-    name: in the setting `provider` and in the `provider` of a manifest's graphs
-    provider: ONNX Runtime's name
-    label: the device in a message
-    graphs: values of a graph's `provider` that the device can run
-    batch_size: most sequences of a batch, where `max_batch_size` is unset
-    slots: rule from the settings `replicas` and `threads` and the number of bundles
-    http_workers: rule from the number of usable cores
-    precisions: what the precision `auto` tries in this order before the bundle's default precision
-    options: ONNX Runtime's options of the provider
-    package: the distribution of the runtime that has the provider
-    find: returns the name of the device that the runtime, its argument, can use; raises NoDeviceError. None for a
-        device that every machine has
-    is_present: whether the device may be found; does not load the runtime
-    memory: bytes of the device's own memory; None for a device that uses the machine's memory and cores
-    """
-
-    name: str
-    provider: str
-    label: str
-    graphs: tuple[str, ...]
-    batch_size: int
+    name: str  # in the setting `provider` and in the `provider` of a manifest's graphs
+    provider: str  # ONNX Runtime's name
+    label: str  # the device in a message
+    graphs: tuple[str, ...]  # values of a graph's `provider` that the device can run
+    batch_size: int  # most sequences of a batch, where `max_batch_size` is unset
+    # Rule from the settings `replicas` and `threads` and the number of bundles.
     slots: Callable[[int | None, int, int], Slots]
-    http_workers: Callable[[int], int]
+    http_workers: Callable[[int], int]  # rule from the number of usable cores
+    # What the precision `auto` tries in this order before the bundle's default precision.
     precisions: tuple[str, ...] = ()
-    options: dict[str, str] = field(default_factory=dict)
-    package: str = "onnxruntime"
+    options: dict[str, str] = field(default_factory=dict)  # ONNX Runtime's options of the provider
+    package: str = "onnxruntime"  # the distribution of the runtime that has the provider
+    # Returns the name of the device that the runtime, its argument, can use; raises NoDeviceError. None for a device
+    # that every machine has.
     find: Callable[[ModuleType], str] | None = None
+    # Whether the device may be found; does not load the runtime.
     is_present: Callable[[], bool] = lambda: True
+    # Bytes of the device's own memory; None for a device that uses the machine's memory and cores.
     memory: Callable[[], int] | None = None
 
     @property

@@ -76,16 +76,12 @@ RUNTIME_ERRORS: tuple[type[Exception], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
-    """The options of a session.
+    """The options of a session."""
 
-    threads: intra-op threads of the session, which concurrent runs share
-    spin: whether the threads spin for new work between runs
-    arena: whether ONNX Runtime keeps the memory of a run for the next run on any thread. Otherwise the C library keeps
-        it by thread. Where cores share no cache, memory that moves between them costs a fifth of the speed.
-    """
-
-    threads: int
-    spin: bool = False
+    threads: int  # intra-op threads of the session, which concurrent runs share
+    spin: bool = False  # whether the threads spin for new work between runs
+    # Whether ONNX Runtime keeps the memory of a run for the next run on any thread. Otherwise the C library keeps it by
+    # thread. Where cores share no cache, memory that moves between them costs a fifth of the speed.
     arena: bool = False
 
 

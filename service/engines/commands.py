@@ -17,43 +17,34 @@ class ListModels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadModel:
-    """Load the bundle in a directory.
-
-    path: the bundle's directory in `models_dir`, by its name or its path
-    promote: make it the current version of its name; otherwise only `name@version` selects it
-    keep_old: keep the version that it replaces as `previous`
-    allow_new_embedding_space: promote it even if its vectors cannot be compared with the current version's
-    shadow: share of the current version's requests that it gets copies of, from 0 to 1; above 0 it is not promoted
-    by: the API key's name, for the log
-    """
+    """Load the bundle in a directory."""
 
     name: ClassVar[str] = "load"
 
-    path: str
-    by: str
+    path: str  # the bundle's directory in `models_dir`, by its name or its path
+    by: str  # the API key's name, for the log
+    # Make it the current version of its name; otherwise only `name@version` selects it.
     promote: bool = True
-    keep_old: bool = True
+    keep_old: bool = True  # keep the version that it replaces as `previous`
+    # Promote it even if its vectors cannot be compared with the current version's.
     allow_new_embedding_space: bool = False
+    # Share of the current version's requests that it gets copies of, from 0 to 1; above 0 it is not promoted.
     shadow: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromoteModel:
-    """Make a loaded version the current one of its name.
-
-    model: `name@version`
-    max_changed: the share of compared answers, from 0 to 1, that may have changed or failed; None compares nothing
-    min_compared: answers that must have been compared where `max_changed` is set
-    """
+    """Make a loaded version the current one of its name."""
 
     name: ClassVar[str] = "promote"
 
-    model: str
+    model: str  # `name@version`
     by: str
     keep_old: bool = True
     allow_new_embedding_space: bool = False
+    # The share of compared answers, from 0 to 1, that may have changed or failed; None compares nothing.
     max_changed: float | None = None
-    min_compared: int = 100
+    min_compared: int = 100  # answers that must have been compared where `max_changed` is set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,50 +43,38 @@ CHARACTERS_PER_TOKEN = 4  # the size of decoding in a text thread, in characters
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """The attributes of a request, apart from its inputs.
-
-    deadline: when the client stops waiting, in seconds of `time.monotonic`
-    isolate_errors: whether an input that fails gets an error of its own; otherwise it fails the whole request
-    on_encode: called with the number of characters before the engine encodes the inputs
-    on_submit: called with the number of tokens when the engine submits the inputs to the device
-    place: format of an input's index in error messages
-    """
+    """The attributes of a request, apart from its inputs."""
 
     request_id: str
-    deadline: float
+    deadline: float  # when the client stops waiting, in seconds of `time.monotonic`
     priority: int = 0
     tenant: str = ""
+    # Whether an input that fails gets an error of its own; otherwise it fails the whole request.
     isolate_errors: bool = False
+    # Called with the number of characters before the engine encodes the inputs.
     on_encode: Callable[[int], object] | None = None
+    # Called with the number of tokens when the engine submits the inputs to the device.
     on_submit: Callable[[int], object] | None = None
-    place: str = "inputs[{}]"
+    place: str = "inputs[{}]"  # format of an input's index in error messages
 
 
 @dataclass(frozen=True, slots=True)
 class TokenUsage:
-    """The size of an encoded request.
+    """The size of an encoded request."""
 
-    tokens: of all windows, special tokens included
-    truncated: indices of the inputs that lost text
-    """
-
-    tokens: int
+    tokens: int  # of all windows, special tokens included
     windows: int
-    truncated: list[int]
+    truncated: list[int]  # indices of the inputs that lost text
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds by stage, and the size of the batch; each value is the maximum over the request's entries.
-
-    queue_s: from the end of encoding until the batch began
-    return_s: from the end of the last batch until the engine had its outputs
-    """
+    """Seconds by stage, and the size of the batch; each value is the maximum over the request's entries."""
 
     encode_s: float
-    queue_s: float
+    queue_s: float  # from the end of encoding until the batch began
     inference_s: float
-    return_s: float
+    return_s: float  # from the end of the last batch until the engine had its outputs
     decode_s: float
     batch_size: int
     batch_tokens: int
@@ -94,14 +82,10 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Reply(Generic[T]):
-    """The results of a request.
+    """The results of a request."""
 
-    heads: the names of the heads that computed it
-    results: one for each input, None for an input that has an error
-    """
-
-    heads: Heads
-    results: list[T | None]
+    heads: Heads  # the names of the heads that computed it
+    results: list[T | None]  # one for each input, None for an input that has an error
     usage: TokenUsage
     timing: Timing
     errors: Errors = field(default_factory=dict)

@@ -12,21 +12,16 @@ ServingState = Literal["current", "previous", "pinned"]
 
 @dataclass(frozen=True, slots=True)
 class ModelRecord:
-    """The record of a served bundle, from which another process can serve it again in the same state.
+    """The record of a served bundle, from which another process can serve it again in the same state."""
 
-    id: `name@version`
-    sha256: of its manifest
-    state: *current* gets the requests for its name; *previous* is the version that was current before it; requests for
-        `name@version` reach these two and any *pinned* version
-    since: when it got its state, in seconds of `time.time`
-    shadow: the share of the current version's requests of which it gets copies
-    """
-
-    id: str
+    id: str  # `name@version`
     path: str
-    sha256: str
+    sha256: str  # of its manifest
+    # *current* gets the requests for its name; *previous* is the version that was current before it; requests for
+    # `name@version` reach these two and any *pinned* version.
     state: ServingState
-    since: float
+    since: float  # when it got its state, in seconds of `time.time`
+    # The share of the current version's requests of which it gets copies.
     shadow: float = field(default=0.0, kw_only=True)
 
     @property

@@ -33,19 +33,15 @@ def smallest(golden: Golden, mask_token_id: int | None = None) -> Window:
 
 @dataclass(slots=True)
 class SelfTest:
-    """One bundle's input, its expected outputs with their tolerance, and the state of the test.
-
-    problem: why the last test failed; empty if it succeeded
-    tried: when the last test started, by `time.monotonic`
-    """
+    """One bundle's input, its expected outputs with their tolerance, and the state of the test."""
 
     window: Window
     expected: Outputs
     tolerance: Tolerance
-    problem: str = ""
+    problem: str = ""  # why the last test failed; empty if it succeeded
     failures: int = 0  # in a row
     well: float = 0.0  # when one of the bundle's own batches last succeeded, by `time.monotonic`
-    tried: float = 0.0
+    tried: float = 0.0  # when the last test started, by `time.monotonic`
 
     def due(self, now: float) -> bool:
         """Return whether the test should run; successful batches do not postpone it after a failure."""

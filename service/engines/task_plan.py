@@ -15,19 +15,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class TaskPlan(Generic[C, T]):
-    """How the heads of a model answer the inputs of one request.
+    """How the heads of a model answer the inputs of one request."""
 
-    heads: the names of the heads that compute
-    sizes: the characters of each input
-    encode: encodes a slice of the inputs; may raise TextError
-    decode: makes the result of one input from its index, its windows and each window's outputs by head
-    decodes_inline: whether the event loop's thread decodes small inputs; otherwise a helper thread decodes all
-    """
-
-    heads: Heads
-    sizes: Sequence[int]
-    encode: Callable[[slice], Sequence[C]]
+    heads: Heads  # the names of the heads that compute
+    sizes: Sequence[int]  # the characters of each input
+    encode: Callable[[slice], Sequence[C]]  # encodes a slice of the inputs; may raise TextError
+    # Makes the result of one input from its index, its windows and each window's outputs by head.
     decode: Decode[C, T]
+    # Whether the event loop's thread decodes small inputs; otherwise a helper thread decodes all.
     decodes_inline: bool = True
 
 

@@ -20,50 +20,40 @@ TRACEPARENT = re.compile(  # W3C Trace Context; later versions may append more f
 
 @dataclass(slots=True)
 class RequestContext:
-    """The data of one request, filled in while it is processed; `arrival` is by `time.monotonic`.
-
-    headers: the first value of each header, by its name in lower case
-    trace_id: the trace that the client sent, or that began with this request; or empty
-    client: the address of the client, as far as trusted proxies report it
-    on_submit: called when the request's texts go to the device
-    on_finish: each function is called with this context when the request is over
-    characters: of the request's texts, once they are known
-    submitted_tokens: tokens of those texts
-    tokens: tokens that count as computed for the client; 0 if it got no answer
-    stages: seconds per stage of `metrics.STAGES`, for the stages that the request reached
-    client_deadline: whether the client set a shorter deadline than the server's
-    refusal: the error of a check that rejected the request
-    closes: whether the connection closes after the response
-    drops_body: returns whether the connection does not read the rest of the request's body, and therefore closes
-    error_form: shows an error as the API of the request's path does
-    leaving: done when the client has disconnected, if the server reports that
-    """
+    """The data of one request, filled in while it is processed; `arrival` is by `time.monotonic`."""
 
     request_id: str
     arrival: float
+    # The first value of each header, by its name in lower case.
     headers: Mapping[str, str] = field(default_factory=dict)
-    trace_id: str = ""
-    client: str = ""
+    trace_id: str = ""  # the trace that the client sent, or that began with this request; or empty
+    client: str = ""  # the address of the client, as far as trusted proxies report it
     tenant: str = ""
     priority: int = 0
+    # Called when the request's texts go to the device.
     on_submit: Callable[[], object] | None = None
+    # Each function is called with this context when the request is over.
     on_finish: list[Callable[["RequestContext"], object]] = field(default_factory=list)
-    characters: int = 0
-    submitted_tokens: int = 0
+    characters: int = 0  # of the request's texts, once they are known
+    submitted_tokens: int = 0  # tokens of those texts
     model: str = ""
     task: str = ""
     inputs: int = 0
-    tokens: int = 0
+    tokens: int = 0  # tokens that count as computed for the client; 0 if it got no answer
     batch_size: int = 0
     batch_tokens: int = 0
+    # Seconds per stage of `metrics.STAGES`, for the stages that the request reached.
     stages: tuple[float, ...] = ()
     status: int = 0
     code: str = ""
-    client_deadline: bool = False
-    refusal: QuartetError | None = None
-    closes: bool = False
+    client_deadline: bool = False  # whether the client set a shorter deadline than the server's
+    refusal: QuartetError | None = None  # the error of a check that rejected the request
+    closes: bool = False  # whether the connection closes after the response
+    # Returns whether the connection does not read the rest of the request's body, and therefore closes.
     drops_body: Callable[[], bool] | None = None
+    # Shows an error as the API of the request's path does.
     error_form: Callable[[QuartetError], ErrorForm] = native_form
+    # Done when the client has disconnected, if the server reports that.
     leaving: asyncio.Future[None] | None = None
 
     def count_characters(self, characters: int) -> None:

@@ -17,17 +17,13 @@ MILLISECONDS = re.compile(r"[1-9][0-9]{0,17}")
 
 @dataclass(slots=True)
 class Service:
-    """The state of this process.
-
-    engines: set while they are open
-    is_full: whether a new connection would be refused
-    closing: what has to end before the engines close, once the process drains
-    """
+    """The state of this process."""
 
     settings: Settings
     metrics: Recorder
-    engines: Engines | None = None
-    is_full: Callable[[], bool] = lambda: False
+    engines: Engines | None = None  # set while they are open
+    is_full: Callable[[], bool] = lambda: False  # whether a new connection would be refused
+    # What has to end before the engines close, once the process drains.
     closing: Awaitable[None] | None = None
     shutdown: Shutdown = field(init=False)
     body_memory: MemoryBudget = field(init=False)

@@ -44,13 +44,10 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """Metric calls in an HTTP process, in their order: each call's method name and arguments.
-
-    lost_lines: log lines that the process has lost since its previous message
-    """
+    """Metric calls in an HTTP process, in their order: each call's method name and arguments."""
 
     calls: list[tuple[str, Sequence[Any]]]
-    lost_lines: int = 0
+    lost_lines: int = 0  # log lines that the process has lost since its previous message
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +123,11 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """The device's load, sent regularly as a heartbeat. It includes the requests up to number `seen`.
-
-    waiting: each flow, with the bits, number and tokens of its requests
-    """
+    """The device's load, sent regularly as a heartbeat. It includes the requests up to number `seen`."""
 
     seen: int
     rates: dict[str, float]
+    # Each flow, with the bits, number and tokens of its requests.
     waiting: list[tuple[tuple[str, int, str], list[tuple[int, int, int]]]]
     problem: str
     max_queue_tokens: int
@@ -162,17 +157,14 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Outcomes of entries, by their places in `Submit`; arrays: their outputs, float32, one after the other.
-
-    shapes: for each entry, the shapes of its heads' outputs, in the order of the request's heads
-    facts: queue_s, inference_s, batch_size, batch_tokens, padding_ratio of each entry
-    failed: place, code and message of each entry that failed
-    """
+    """Outcomes of entries, by their places in `Submit`; arrays: their outputs, float32, one after the other."""
 
     places: list[int]
+    # For each entry, the shapes of its heads' outputs, in the order of the request's heads.
     shapes: list[list[list[int]]]
+    # queue_s, inference_s, batch_size, batch_tokens, padding_ratio of each entry.
     facts: list[tuple[float, float, int, int, float]]
-    failed: list[tuple[int, str, str]]
+    failed: list[tuple[int, str, str]]  # place, code and message of each entry that failed
 
 
 @dataclass(frozen=True, slots=True)

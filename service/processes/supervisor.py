@@ -44,23 +44,17 @@ CANNOT_START = 3
 
 @dataclass(eq=False)
 class Child:
-    """A child process.
-
-    last_report: time of its last report
-    last_repeat: time at which a descriptor was last sent to it again
-    serves: time since which it serves, by `time.monotonic`
-    repeated: how often in a row a descriptor was sent to it again
-    """
+    """A child process."""
 
     role: str
     process: ChildProcess
     control: ChildControl
-    last_report: LastSign
-    last_repeat: LastSign
-    serves: float | None = None
+    last_report: LastSign  # time of its last report
+    last_repeat: LastSign  # time at which a descriptor was last sent to it again
+    serves: float | None = None  # time since which it serves, by `time.monotonic`
     killed: bool = False  # by the main process
     oom_kills: Mapping[Path, int] = field(default_factory=oom_kills)  # at its start
-    repeated: int = 0
+    repeated: int = 0  # how often in a row a descriptor was sent to it again
 
 
 class Processes:

@@ -30,17 +30,13 @@ BY = "models_dir"  # the origin of the commands, for the log
 
 @dataclass(frozen=True, slots=True)
 class SeenBundle:
-    """The state of a bundle's directory at a scan.
+    """The state of a bundle's directory at a scan."""
 
-    files: name, size in bytes and modification time in nanoseconds of each file
-    sha256: of the manifest
-    name: the model's, if the manifest can be read
-    came: arrival time in nanoseconds: the later status change of the manifest and of the directory, which may be moved
-    """
-
+    # Name, size in bytes and modification time in nanoseconds of each file.
     files: tuple[tuple[str, int, int], ...]
-    sha256: str
-    name: str | None
+    sha256: str  # of the manifest
+    name: str | None  # the model's, if the manifest can be read
+    # Arrival time in nanoseconds: the later status change of the manifest and of the directory, which may be moved.
     came: int
 
 

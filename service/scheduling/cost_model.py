@@ -46,16 +46,13 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds per run, per computed token, per attention slot (B * S * S of them in a batch) and per mask token.
-
-    padded: whether the graph computes padding like tokens
-    """
+    """Seconds per run, per computed token, per attention slot (B * S * S of them in a batch) and per mask token."""
 
     per_run: float
     per_token: float
     per_slot: float
     per_mask: float = 0.0
-    padded: bool = False
+    padded: bool = False  # whether the graph computes padding like tokens
 
     def seconds(self, tokens: int, size: int, longest: int, masks: int = 0) -> float:
         """Predict the time of a batch of `size` sequences, `tokens` and `masks` in all, none over `longest`."""

@@ -32,28 +32,23 @@ class Outcome:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One window of a request.
-
-    arrival, deadline: in seconds of `time.monotonic`
-    priority: the index of its class in `priority.CLASSES`
-    heads: the heads whose outputs are computed, checked and returned; empty for all
-    unbatched: its batch holds no other entry, and admission control does not refuse it, because an inference
-        process admitted it before and then crashed, perhaps because of it
-    masks: mask tokens whose logits are computed for it
-    The fields below `masks` belong to the fair queue.
-    """
+    """One window of a request."""
 
     bundle: str
     window: Window
     request_id: str
+    # arrival, deadline: in seconds of `time.monotonic`
     arrival: float
     deadline: float
-    priority: int = 0
+    priority: int = 0  # the index of its class in `priority.CLASSES`
     tenant: str = ""
-    heads: Heads = ()
+    heads: Heads = ()  # the heads whose outputs are computed, checked and returned; empty for all
+    # Its batch holds no other entry, and admission control does not refuse it, because an inference process admitted it
+    # before and then crashed, perhaps because of it.
     unbatched: bool = False
     tokens: int = field(init=False)
-    masks: int = field(default=0, init=False)
+    masks: int = field(default=0, init=False)  # mask tokens whose logits are computed for it
+    # The fields below belong to the fair queue.
     virtual_start: float = field(default=0.0, init=False)  # in tokens
     # Batches of its flow without an entry of its request.
     skipped: int = field(default=0, init=False)

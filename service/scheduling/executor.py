@@ -22,18 +22,12 @@ EntryResult = Outputs | errors.InferenceFailed
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Work for one thread.
+    """Work for one thread."""
 
-    width: the slots that it takes
-    run: called in the thread
-    started: called in the event loop when the thread begins with the job
-    ended: called in the event loop with the result
-    """
-
-    width: int
-    run: Callable[[], Any]
-    started: Callable[[], None]
-    ended: Callable[[Future[Any]], None]
+    width: int  # the slots that it takes
+    run: Callable[[], Any]  # called in the thread
+    started: Callable[[], None]  # called in the event loop when the thread begins with the job
+    ended: Callable[[Future[Any]], None]  # called in the event loop with the result
 
 
 class Threads:

@@ -26,14 +26,12 @@ CLEAR_SHARE = 0.3  # below this share, a request needs no exact check
 
 
 class Flow(NamedTuple):
-    """The requests of one model, class and tenant; priority: an index of `priority.CLASSES`.
-
-    is_long: whether these are long texts in the text threads, which take turns like another model
-    """
+    """The requests of one model, class and tenant; priority: an index of `priority.CLASSES`."""
 
     bundle: str
     priority: int = 0
     tenant: str = ""
+    # Whether these are long texts in the text threads, which take turns like another model.
     is_long: bool = False
 
 
@@ -100,17 +98,14 @@ class Backlog:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The device's drain rate of each bundle, and the backlog of each flow.
+    """The device's drain rate of each bundle, and the backlog of each flow."""
 
-    rates: tokens per second of all slots together, if only this bundle waits
-    waiting: the backlog, without running batches
-    problem: why the device accepts no requests; empty if it accepts them
-    max_queue_tokens: tokens that may wait, including the tokens of a new request
-    """
-
+    # Tokens per second of all slots together, if only this bundle waits.
     rates: Mapping[str, float] = field(default_factory=dict)
+    # The backlog, without running batches.
     waiting: dict[Flow, Backlog] = field(default_factory=dict)
-    problem: str = ""
+    problem: str = ""  # why the device accepts no requests; empty if it accepts them
+    # Tokens that may wait, including the tokens of a new request.
     max_queue_tokens: int = MAX_QUEUE_TOKENS
 
     @property

@@ -13,32 +13,23 @@ CHEAP_ENOUGH = 1.01  # ratio to the lowest price per token; a larger batch would
 
 
 class Budget(NamedTuple):
-    """The limits of one batch; a single entry above them still runs, unbatched.
+    """The limits of one batch; a single entry above them still runs, unbatched."""
 
-    tokens: computed tokens, padding included where the graph computes it
-    size: entries
-    share: tokens of the batch's share of the waiting tokens
-    area: B * S * S of B sequences, which limits the memory of attention on a GPU; S is the longest, rounded up to
-        `SLOT_MULTIPLE`
-    """
-
-    tokens: int
-    size: int
-    share: float = math.inf
+    tokens: int  # computed tokens, padding included where the graph computes it
+    size: int  # entries
+    share: float = math.inf  # tokens of the batch's share of the waiting tokens
+    # B * S * S of B sequences, which limits the memory of attention on a GPU; S is the longest, rounded up to
+    # `SLOT_MULTIPLE`.
     area: float = math.inf
 
 
 class Planned(NamedTuple):
-    """A batch to run.
-
-    width: the slots that it takes
-    hold_s: seconds to wait for more entries before it runs; 0 to run at once
-    """
+    """A batch to run."""
 
     model: ModelStatistics
     batch: list[Entry]
-    width: int
-    hold_s: float
+    width: int  # the slots that it takes
+    hold_s: float  # seconds to wait for more entries before it runs; 0 to run at once
 
 
 def plan(entries: Sequence[Entry], cost: Cost, budget: Budget, now: float) -> list[Entry]:
