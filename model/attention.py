@@ -240,10 +240,7 @@ def _bias(x: Inputs, mask: Mask) -> Tensor | None:
 
 
 def _key_mask(x: Inputs) -> Tensor | None:
-    """Return the bias with -inf for keys without a token, `[B, 1 or N, S, S]`.
-
-    Without a bias: True for keys with a token, `[B, 1, 1, S]`, or None if all slots have one.
-    """
+    """Return the bias with -inf for keys without a token; without a bias True for keys with one, or None if all are."""
     bias = _bias(x, x.mask)
     if x.layout.full:
         return bias

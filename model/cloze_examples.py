@@ -105,11 +105,7 @@ def describe(
     over_time: Sequence[tuple[int, list[list[tuple[str, float]]]]],
     what: str,
 ) -> Section:
-    """Return the predictions over the steps as a table: a row for each sentence, a column for some evaluations.
-
-    over_time: steps, and the result of `predict` after each
-    what: the origin of the sentences
-    """
+    """Return the predictions as a table: a row for each sentence of `what`, a column for some steps of `over_time`."""
     places = np.unique(
         np.linspace(0, len(over_time) - 1, min(MOST_COLUMNS, len(over_time))).round()
     )

@@ -299,11 +299,7 @@ def null_margin(both: Sequence[decode.AnswerSpan]) -> float:
 def best_threshold(
     margins: Sequence[float], spans: Sequence[float], nulls: Sequence[float]
 ) -> tuple[float, float]:
-    """Return the highest mean score, and its threshold, halfway between two margins.
-
-    margins: see `null_margin`
-    spans, nulls: the scores of the best span and of the null answer
-    """
+    """Return the highest mean score of spans or nulls, and its threshold, halfway between two of `null_margin`."""
     order = np.argsort(margins, kind="stable")
     sorted_margins = np.asarray(margins)[order]
     # For every k from 0 to n, the k questions with the lowest margins are answered.

@@ -207,9 +207,7 @@ def evaluate_heads(
     limit: int = 0,
     kept: dict[str, HeadOutputs] | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Return the metrics of every head that has dev rows, by the names in the settings.
-
-    kept: receives the outputs of each head; None to drop them
+    """Return the metrics of every head that has dev rows, by the names in the settings; `kept` receives the outputs.
 
     Where the rows have questions without an answer, the head's null threshold becomes the best one for the rows.
     """

@@ -192,11 +192,7 @@ class Objective(nn.Module):
 def micro_batches(
     whole: Samples, tokens: int, counts: Mapping[str, int]
 ) -> Iterator[tuple[PretrainingBatch, dict[str, float]]]:
-    """Yield samples as micro-batches with each one's share of a whole step, by loss.
-
-    tokens: at most about this many per micro-batch; 0 for one micro-batch
-    counts: the number of items over which each loss of the whole step is a mean, see `Samples.counts`
-    """
+    """Yield samples as micro-batches of about `tokens` (0: one), with each one's share of `counts`, by loss."""
     number = math.ceil(whole.tokens / (tokens or whole.tokens))
     number = min(number, len(whole))  # at least one sample each
     for index in range(number):
@@ -318,8 +314,6 @@ def plan_steps(
     ranks: Ranks,
 ) -> int:
     """Return the number of steps that fit into `minutes`: measured once, and stored in `<output>/plan.json`.
-
-    A run that continues with other minutes keeps the measured speed.
 
     It times three steps of each phase, after two untimed ones, with a model that it discards.
     """

@@ -30,12 +30,7 @@ class RunSettings(BaseModel):
 
 
 def setting(default: Any, meaning: str, example: str, **limits: Any) -> Any:
-    """Return the field of a setting.
-
-    default: a value, `...` for a setting without one, or a type that makes it
-    example: a value as the command line or, for a setting of a head, TOML has it
-    limits: pydantic's, such as `ge=1`
-    """
+    """Return a setting's field. default: a value, `...` for none, or a type that makes it; limits: pydantic's"""
     start = {"default_factory": default} if isinstance(default, type) else {"default": default}
     return Field(**start, description=meaning, examples=[example], **limits)
 
@@ -138,9 +133,8 @@ def _with_values(arguments: list[str], kind: type[RunSettings]) -> list[str]:
 
 
 def read_config(path: Path, extending: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Return the content of a TOML file, merged over that of the file that it `extends`, table by table.
+    """Return a TOML file's content, merged table by table over that of the file that it `extends`.
 
-    extending: the files that extend this one
     Raises OSError for an unreadable file, ValueError for one that is no TOML or extends itself.
     """
     values = tomllib.loads(path.read_text(encoding="utf-8"))

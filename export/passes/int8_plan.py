@@ -68,11 +68,7 @@ class Plan:
 def plan_products(
     graph: onnx.GraphProto, inputs: Mapping[str, Floats], trunk: str, split: Mapping[str, Channels]
 ) -> dict[str, Plan]:
-    """Return the plan of every input of the encoder's products, by the input's name.
-
-    inputs: the measured ones, [T, K] by name
-    split: the outliers of inputs that are zero there already, see `export.passes.outliers`
-    """
+    """Return the plan of each input of the encoder's products. inputs: measured, [T, K]; split: see `split_outliers`"""
     weights = {tensor.name: tensor for tensor in graph.initializer}
     normed = {n for n, node in producers(graph).items() if node.op_type == "LayerNormalization"}
     kept = normed & foldable_inputs(graph, trunk) | {
@@ -135,10 +131,7 @@ def _smoothed(exact: Mapping[str, Floats], x: Floats) -> Plan:
 
 
 def _split(exact: Mapping[str, Floats], x: Floats) -> Plan:
-    """Return the plan of a norm's output x, [T, K], whose outliers stay in fp32 if that is worth it.
-
-    Without them, the other channels are not centered: that would hardly make the steps smaller, and costs an operator.
-    """
+    """Return the plan of a norm's output x, [T, K], not centered, whose outliers stay in fp32 if that is worth it."""
     size = _sizes(x, exact)
     moved: Floats = np.asarray(x / size, dtype=np.float32)
     outliers = choose_outliers(moved)

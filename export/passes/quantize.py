@@ -225,10 +225,9 @@ def _vocabulary_product(
     constants: _Constants,
     part: NodeProto | None = None,
 ) -> Iterator[NodeProto]:
-    """Yield the nodes of x @ table.T + b for the 8-bit table that `_lookup` reads, which is stored once.
+    """Yield the nodes of x @ table.T + b for the 8-bit table of `_lookup`, or for the rows that `part` takes.
 
     x has 7 bits: two products of a 7-bit and an 8-bit number fit in 16 bits, as in the other products.
-    part: the node that takes some rows of the table, if the product does not use all
     """
     assert attribute(node, "transB") == 1, f"{node.name}: expected a transposed weight"
     x, name, *bias = node.input

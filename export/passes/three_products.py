@@ -17,10 +17,7 @@ from export.passes.graph_utils import Weights, count_readers, drop_unused_nodes,
 
 
 def split_products(model: onnx.ModelProto) -> None:
-    """Rewrite, in place, each product whose only reader splits it into three parts.
-
-    Rotated queries and keys come from a product that another node reads, which is not changed.
-    """
+    """Rewrite, in place, each product whose only reader splits it into three parts, so not rotated ones."""
     graph = model.graph
     made, readers, weights = producers(graph), count_readers(graph), Weights(graph)
     nodes: list[NodeProto] = []

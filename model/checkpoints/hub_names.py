@@ -104,10 +104,7 @@ def names_on_hub(module: nn.Module, names: Names) -> set[str]:
 def from_hub(
     module: nn.Module, hub: Mapping[str, Tensor], names: Names, where: str, prefix: str = ""
 ) -> None:
-    """Fill a module from a state under the hub's names; the encoder's prefix may be absent.
-
-    Raises CheckpointError naming missing and misshapen tensors, and those that are not finite floating-point numbers.
-    """
+    """Fill a module from a state under the hub's names, with or without `prefix`. Raises CheckpointError."""
     found = {name.removeprefix(prefix): tensor for name, tensor in hub.items()}
     if len(found) < len(hub):
         twice = next(name for name in hub if prefix + name in hub)

@@ -102,9 +102,8 @@ def read_weights(folder: Path) -> Tensors:
 
 
 def read_heads(folder: Path, task: bundle.Task | None = None) -> dict[str, bundle.Head]:
-    """Return the heads of a checkpoint by name, from `heads.json` if present, else from `architectures`.
+    """Return a checkpoint's heads by name, from `heads.json` or `architectures`; task: where these name none.
 
-    task: the head to read where `architectures` names none; `embedding` for the encoder alone of any checkpoint
     Raises CheckpointError naming an unknown architecture, and one that contradicts the task.
     """
     if (folder / "heads.json").is_file():
@@ -200,9 +199,8 @@ def read_teachers(source: str | Path) -> list[str]:
 
 
 def load_model(source: str | Path, task: bundle.Task | None = None) -> EncoderWithHeads:
-    """Return the encoder and heads of a checkpoint, joint or of one of the hub's architectures.
+    """Return the encoder and heads of a checkpoint, joint or of one of the hub's architectures; task: see `read_heads`.
 
-    task: as in `read_heads`
     Raises CheckpointError, also for a tensor that is neither used nor known to be without effect.
     """
     folder = locate(source)
@@ -317,10 +315,7 @@ def _fill_parts(parts: Mapping[Path, tuple[nn.Module, Tensors]]) -> None:
 
 
 def _check_tied(part: nn.Module, weights: Tensors, folder: Path) -> None:
-    """Raise CheckpointError where the output matrix or a second word table differs from the word embeddings.
-
-    The bias of the output matrix must equal the head's own, where a checkpoint has both.
-    """
+    """Raise CheckpointError where a copy of the word embeddings, or of the output's bias, is not equal."""
     family = family_of(part.config)
     bias, own = f"{family.decoder}.bias", f"{family.objectives.get('masked_lm')}.bias"
     if {bias, own} <= weights.keys() and not torch.equal(weights[bias], weights[own]):

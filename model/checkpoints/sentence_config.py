@@ -353,10 +353,7 @@ def read_root_config(folder: Path) -> Mapping[str, Any]:
 
 
 def read_prompts(folder: Path) -> dict[str, Any]:
-    """Return the fields `prompts` and `default_prompt` of an embedding head; only those that have an effect.
-
-    sentence-transformers always has the prompts in PROMPT_NAMES, which are empty unless the file has them.
-    """
+    """Return the fields `prompts` and `default_prompt` of a head that have an effect; PROMPT_NAMES always exist."""
     document = read_root_config(folder)
     prompts = {name: text or "" for name, text in (document.get("prompts") or {}).items()}
     kept = {name: text for name, text in prompts.items() if text or name not in PROMPT_NAMES}

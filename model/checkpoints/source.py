@@ -250,9 +250,9 @@ def _read_route(folder: Path, modules: Sequence[tuple[str, Path]]) -> HeadModule
 
 
 def _read_routes(folder: Path) -> dict[str, list[tuple[str, Path]]]:
-    """Return the modules of each embedding head by its name: `embedding`, or `query` and `document`.
+    """Return the modules of each embedding head: `embedding`, or `query` and `document`, the default first.
 
-    The head of texts without an input type is the first. Raises CheckpointError for routes with different encoders.
+    Raises CheckpointError for routes with different encoders.
     """
     read_root_config(folder)
     modules = read_module_list(folder)

@@ -17,10 +17,8 @@ TABLE = "position_embeddings"  # of distances alone, DeBERTa needs no table of p
 def check_unused(
     names: Iterable[str], used: Collection[str], family: Family, where: str, *, heads: bool
 ) -> None:
-    """Raise CheckpointError naming a tensor that is neither used nor known to be without effect.
+    """Raise CheckpointError naming a tensor (of `names`) that is neither used nor known to be without effect.
 
-    names: of all tensors in the checkpoint, in the hub's words
-    used: of those that the model has
     heads: whether the heads of other tasks are left out knowingly, as in an encoder alone
     """
     used = {name.removeprefix(family.prefix) for name in used}

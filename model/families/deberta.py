@@ -137,10 +137,7 @@ class DebertaV2Config(DebertaConfig):
 
 
 def bucket(distance: Tensor, count: int, farthest: int) -> Tensor:
-    """Return the bucket of each signed distance in tokens: exact up to count / 2, then logarithmic.
-
-    count: buckets to each side; the last begins at `farthest`, and larger distances may exceed it
-    """
+    """Return the bucket of each signed distance: exact up to count / 2, then logarithmic up to about `farthest`."""
     half = count // 2
     magnitude = distance.abs().clamp(min=half)
     log_range = torch.log(torch.tensor((farthest - 1) / half))
@@ -269,7 +266,7 @@ class DebertaSelfAttention(nn.Module):
 
 
 def shift(scores: Tensor) -> Tensor:
-    """Scores by distance to scores by position: `[..., S, 2S]` -> `[..., S, S]`, in row i the columns from S - i on.
+    """Scores by distance to scores by position, in row i the columns from S - i: `[..., S, 2S]` -> `[..., S, S]`.
 
     As in Transformer-XL (Dai et al. 2019): viewed with rows of 2S - 1, each row begins one column earlier.
     """

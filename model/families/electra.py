@@ -162,10 +162,7 @@ class ReplacedTokens(nn.Module):
     def predictions(
         self, inputs: ElectraInputs, masked: Tensor, labels: Tensor, is_next: Tensor
     ) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return logits and targets: the generator's of masked tokens [M], the discriminator's of all tokens [T].
-
-        A token counts as replaced only if it differs from the original: a correct prediction does not count.
-        """
+        """Return logits and targets of masked tokens [M] and of all [T]; a correct replacement counts as original."""
         token_logits = self.generator(*inputs, masked)  # [M, V]
         corrupted = self.replace(inputs, masked, token_logits)
         replaced = corrupted[0] != inputs[0].index_copy(0, masked, labels)  # [T]

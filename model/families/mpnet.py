@@ -74,10 +74,7 @@ class MPNet(Bert):
 
 
 def bucket(distance: Tensor, count: int) -> Tensor:
-    """Return the bucket, below `count`, of a key that is `distance` tokens after the query.
-
-    One half of the buckets is for keys up to the query, the other for keys after it; half of each half is exact.
-    """
+    """Return the bucket of a key `distance` tokens after the query: a half for each side, half of each exact."""
     half, exact = count // 2, count // 4
     far = distance.abs()
     scale = (half - exact) / math.log(FARTHEST / exact)

@@ -45,9 +45,7 @@ class Calibration:
 
 
 def calibrate(logits: Logits, gold: Gold, problem_type: str | None) -> Calibration | None:
-    """Fit a temperature to logits [n, C]; None for fewer than FEWEST_ROWS texts.
-
-    gold: the index of each text's label [n], or a number from 0 to 1 for each label [n, C]
+    """Fit a temperature to logits [n, C] and labels, [n], or [n, C] from 0 to 1; None for fewer than FEWEST_ROWS.
 
     The error with the temperature is cross-fitted: each fifth of the texts gets the temperature of the others.
     """

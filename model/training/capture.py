@@ -30,10 +30,9 @@ class Captured:
 def capture(
     encoder: nn.Module, *, projections: bool = False, attention_weights: bool = False
 ) -> Iterator[Captured]:
-    """Capture the hidden states and, where requested, more of an encoder's forward passes inside the block.
+    """Capture hidden states and, where requested, more of an encoder's forward passes in the block, by forward hooks.
 
-    All of it comes from forward hooks, which are removed at the end of the block. Attention weights are computed for
-    the capture only, which costs time and memory.
+    Attention weights are computed for the capture only, which costs time and memory.
     """
     captured = Captured()
 

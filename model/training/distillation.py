@@ -104,9 +104,8 @@ def output_losses(task: str) -> tuple[str, ...]:
 
 
 def match_teacher_head(teacher: Teacher, name: str, head: bundle.Head) -> TeacherHead | None:
-    """Return the teacher's head that teaches one of ours; None if it has none.
+    """Return the teacher's head that teaches one of ours; for embeddings its pooled hidden states; None if it has none.
 
-    An embedding head is taught by any teacher's pooled hidden states.
     Raises ValueError where the teacher's head of the same name is incompatible.
     """
     described = teacher.model.described
@@ -270,9 +269,7 @@ def teacher_encoder(
 ) -> Encoder | None:
     """Return an encoder with the teacher's tokenizer, or None where the student's gives the same tokens.
 
-    what: the setting, for messages
-    by_token: whether the same tokens are required
-    Raises ValueError for a maximum length beyond the teacher's, and for different tokens where by_token is set.
+    Raises ValueError, with the setting `what`, for too long texts, and for other tokens where `by_token` forbids them.
     """
     if encoder.max_length > teacher.longest:
         raise ValueError(
@@ -473,11 +470,7 @@ class DistillationObjective(nn.Module):
         progress: float,
         dtype: torch.dtype = torch.float32,
     ) -> dict[str, WeightedLoss]:
-        """Return the weighted losses of a batch by name; the loss of labels has the stream's name.
-
-        retokenized: the batch as tokens of each teacher with another tokenizer, by the teacher's name
-        progress: from 0 at the first step to 1 at the last
-        """
+        """Return the weighted losses of a batch by name; the loss of labels has the stream's name."""
         relations = bool(self.weights["relations"] and task.encoder_teacher)
         ours = run_batch(model, batch.encodings, [*task.teacher_heads], dtype, relations)
         theirs: dict[str, CapturedBatch] = {}

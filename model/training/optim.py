@@ -122,11 +122,7 @@ def optimizer(
 
 
 def linear_schedule(step: int, steps: int, warmup: float, hold: float = 0.0) -> float:
-    """Compute the share of the peak rate at a step: up from zero, then the peak, then down to zero.
-
-    warmup: share of the steps in which the rate rises
-    hold: share of the steps after the warm-up at the peak. Until these end, the number of steps may still change.
-    """
+    """Return the share of the peak rate at a step: it rises for `warmup`, holds for `hold` of the rest, then falls."""
     warm = max(1, round(steps * warmup))
     if step < warm:
         return (step + 1) / warm
@@ -173,11 +169,7 @@ def precision(name: str, device: torch.device) -> torch.dtype:
 
 
 def best_precision(device: torch.device) -> torch.dtype:
-    """Return bfloat16 where the hardware has units for it, else float32.
-
-    Autocast to bfloat16 on a CPU without such units is many times slower than float32, so the choice depends on the
-    capability, not on the kind of device.
-    """
+    """Return bfloat16 where the hardware has units for it, else float32, which is many times faster there."""
     if device.type == "cuda":
         capable = torch.cuda.get_device_capability(device) >= (8, 0)
     else:

@@ -88,8 +88,7 @@ def describe(settings: RunSettings) -> dict[str, Any]:
 def check_output(settings: Any, record: RunRecord | None = None) -> RunRecord:
     """Return the record of settings as given, before a run chooses values for those that are unset.
 
-    Raises OtherRunError if `output` has a saved run with other settings or other data. The
-    settings in FREE and LENGTH may differ.
+    Raises OtherRunError if `output` has a saved run with other data or settings, except FREE and LENGTH.
     """
     folder = Path(settings.output)
     record = record or RunRecord.of(settings)

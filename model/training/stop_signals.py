@@ -39,12 +39,7 @@ class StopSignals:
         self._restore()
 
     def received_by_any(self, total: Callable[[dict[str, float]], dict[str, float]]) -> int:
-        """The number of a signal that some process of a group has received; 0 if none has.
-
-        A signal that arrives during the call counts at the next call.
-
-        total: adds up each value over the processes of the group
-        """
+        """Return a signal that some process of a group has received, or 0. total: adds up values over processes"""
         counts = total({str(each): float(self.received == each) for each in HANDLED})
         return next((each for each in HANDLED if counts[str(each)]), 0)
 

@@ -95,11 +95,7 @@ class TrainingRun:
         record: RunRecord | None = None,
         **more: Any,
     ) -> Self:
-        """Return the run of a directory, and create the directory. Raises OtherRunError if it contains another run.
-
-        record: the settings before the run chose values, by default `settings`
-        The setting `fresh` deletes the files of a previous run in the directory.
-        """
+        """Return the run of a directory, which is created, or emptied if `fresh`. Raises OtherRunError."""
         folder = Path(output)
         record = run_record.check_output(settings, record)
         if is_leader:

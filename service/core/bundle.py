@@ -464,10 +464,9 @@ class Manifest(_Record):
         return tuple(dict.fromkeys(graph.precision for graph in self.graphs))
 
     def graphs_for(self, kind: DeviceKind, precision: str) -> list[Graph]:
-        """Return the graphs of a precision that may run on a kind of device, in the order in which they are tried.
+        """Return the graphs for a kind of device, in the order in which they are tried, packed ones first.
 
-        Packed graphs come first. `auto` selects the kind's precisions that the bundle has, or else the default
-        precision.
+        The precision `auto` selects the kind's precisions that the bundle has, or else the default precision.
         """
         wanted = [precision]
         if precision == "auto":

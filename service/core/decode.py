@@ -284,10 +284,9 @@ AGGREGATION_STRATEGIES = ("none", "simple", *_WORD_SCORES)
 def _merge_windows(
     windows: Sequence[Encoding], logits: Sequence[Floats]
 ) -> tuple[Ints, Ints, Floats]:
-    """Return the offsets `[t, 2]`, words `[t]` and logits `[t, C]` of the first text's tokens, each once.
+    """Return offsets `[t, 2]`, words `[t]` and logits `[t, C]` of the first text's tokens of a width, each once.
 
-    A token that several windows share is read from the window in which its distance to the nearest edge
-    is largest, in a tie from the earlier window. Zero-width tokens are left out.
+    A token in several windows is read where its distance to the nearest edge is largest, and from the first of them.
     """
     tokens, picked = _merge_tokens(windows)
     merged = tokens[picked]
@@ -367,10 +366,9 @@ def find_masks(item: Encoded, mask_token_id: int) -> MaskedText:
 def fill_mask(
     text: MaskedText, logits: Sequence[Floats], *, top_k: int, targets: Sequence[int] | None = None
 ) -> list[list[tuple[int, float]]]:
-    """Return the ids of the `top_k` tokens for each mask token, with their probabilities; equal ones by id.
+    """Return the `top_k` tokens, of `targets` if given, for each mask token, with probabilities; equal ones by id.
 
     logits: `[m, V]` for the mask tokens of each window, of which a softmax over the vocabulary gives probabilities
-    targets: ids of the only tokens that are returned; None for all
     """
     scores = softmax(np.concatenate(logits)[text.rows])  # [m, V]
     ids = np.arange(scores.shape[1]) if targets is None else np.array(targets)
@@ -546,11 +544,7 @@ def token_vectors(
 
 
 def maxsim(query: Floats, documents: Sequence[Floats], *, mean: bool) -> list[float]:
-    """Return the score of each document: for each query token the best product with a document token, and their sum.
-
-    query: `[q, D]`; documents: `[n, D]` each; a document without tokens has the score 0
-    mean: return the mean over the query's tokens
-    """
+    """Return the sum or mean over query tokens `[q, D]` of the best product in each document `[n, D]`; 0 for n = 0."""
     found = []
     for document in documents:
         best = (query @ document.T).max(axis=1) if len(document) else np.zeros(len(query))
@@ -569,10 +563,7 @@ class SparseVector(NamedTuple):
 def spread_token_weights(
     windows: Sequence[Floats], ids: Sequence[NDArray[np.int64]], size: int
 ) -> list[Floats]:
-    """Return each window's largest weight of every token of the vocabulary, `[V]`, from a weight per token, `[n, 1]`.
-
-    ids: `[n]` tokens of each window; size: V
-    """
+    """Return each window's largest weight of the vocabulary's tokens, `[V]`, from those of its tokens, `[n, 1]`."""
     found = []
     for weights, tokens in zip(windows, ids, strict=True):
         row = np.zeros(size, np.float32)

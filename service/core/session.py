@@ -123,8 +123,7 @@ class Session:
     def stores_scores(self) -> bool:
         """Whether attention may store numbers for all `[B, S, S]` pairs of slots in the device's own memory.
 
-        Attention does not store them in a graph for this kind of device alone without an attention bias. A graph may
-        have a bias unless its manifest states otherwise.
+        It does not in a graph for this kind of device alone, if the manifest states that it has no attention bias.
         """
         fused = self.graph.provider == self.kind.name and self.graph.attention_bias is False
         return not (self.kind.on_host or fused)
@@ -240,11 +239,9 @@ def open_session(
     provider: str = "auto",
     options: SessionOptions,
 ) -> Session:
-    """Open the best graph that runs on the device, and check the goldens with it.
+    """Open the best graph that runs on the device, for `auto` also on the CPU, and check the goldens with it.
 
-    With the provider `auto`, a bundle without a graph for the GPU runs on the CPU. Raises ProviderError when the
-    requested provider is not available, and BundleError when the bundle lacks the precision or its goldens disagree on
-    this machine.
+    Raises ProviderError without the requested provider, BundleError without the precision or for other goldens.
     """
     kinds = usable_kinds(provider)
     graphs_for = bundle.manifest.graphs_for
@@ -321,11 +318,9 @@ def device_problem(kind: DeviceKind) -> str | None:
 
 
 def open_graph(graph: Path | bytes, kind: DeviceKind, options: SessionOptions) -> Any:
-    """Open the runtime's session with the settings that serving needs.
+    """Open the runtime's session of a model, a path or bytes, with the settings that serving needs.
 
     Raises ProviderError if the session runs on another provider, and any error of the runtime.
-
-    graph: the path of a model, or its serialized bytes
     """
     settings = ort.SessionOptions()
     # On a device of its own memory, the only nodes on the CPU compute shapes.

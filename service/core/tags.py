@@ -138,11 +138,9 @@ def to_bio(found: Sequence[str], labels: Sequence[str]) -> list[str]:
 
 
 def place(labels: Sequence[str], type_: str, *, first: bool, last: bool) -> int | None:
-    """Return the index of the label of an entity's token, None if there is none.
+    """Return the index of the label of an entity's first, last or other token, None if there is none.
 
     A missing position is replaced: an end by inside, and a beginning by inside if no label of the type begins.
-
-    first, last: whether the token is the entity's first token, and its last token
     """
     wanted = {
         (True, True): (_SINGLE, _BEGIN),

@@ -18,11 +18,7 @@ class TokenTable:
         self._tokens = tokens
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens, without special tokens.
-
-        Bytes that are no UTF-8 become U+FFFD, since clients cut texts between any two tokens. Raises KeyError for an
-        id that the table does not have.
-        """
+        """Return the text of tokens without special tokens; bytes that are no UTF-8 become U+FFFD. Raises KeyError."""
         return b"".join(self._tokens[one] for one in ids if one not in SPECIAL_TOKENS).decode(
             errors="replace"
         )

@@ -95,11 +95,7 @@ class EngineTask(Protocol[T]):
     """A task with its inputs and its options, which any engine can plan."""
 
     def plan(self, engine: "Engine", heads: Heads) -> TaskPlan[Any, T]:
-        """Return the plan for an engine.
-
-        heads: the requested heads; empty for the default of the task
-        Raises UnknownHead for a head that the model lacks, and InvalidInput for unsupported options.
-        """
+        """Return the plan for an engine and heads, by default the task's. Raises UnknownHead and InvalidInput."""
         ...
 
 
@@ -311,10 +307,7 @@ class Engine:
         return encoded, errors
 
     def _check_in_time(self, sizes: Sequence[int], ticket: Ticket) -> None:
-        """Raise Overloaded if a request waits for too long: for the text threads, and then for the device.
-
-        The number of tokens is not known yet. The device checks it later.
-        """
+        """Raise Overloaded if a request with parts of these characters waits for the text threads for too long."""
         flow = self._flow(ticket)
         encode_s = self._text_threads.wait_s(flow, sizes)
         if encode_s:
@@ -428,10 +421,9 @@ def _parts(sizes: Sequence[int]) -> Iterator[slice]:
 def _encode_part(
     encode: Callable[[slice], Sequence[C]], part: slice, isolate: bool
 ) -> tuple[list[C | None], dict[int, str]]:
-    """Encode a slice of the inputs; return its items, and the reason for each input that cannot be encoded, by index.
+    """Encode a slice of the inputs; return its items, and by index why an input cannot be encoded.
 
-    isolate: whether the other inputs are encoded if there is such an input, whose item is None; otherwise there are
-        no items
+    isolate: such an input's item is None; otherwise there are no items
     """
     try:
         return [*encode(part)], {}

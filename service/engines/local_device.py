@@ -207,10 +207,9 @@ class LocalDevice:
         self._self_tests = SelfTests(self.batcher.probe, metrics.observe_canary)
 
     def open(self, bundle: Bundle) -> OpenedBundle:
-        """Open a bundle's sessions, check its goldens and measure its cost.
+        """Open a bundle's sessions, check its goldens and measure its cost; takes seconds, in any thread.
 
-        This takes seconds and may run in any thread. Raises BundleError or ProviderError when the bundle must not be
-        served.
+        Raises BundleError or ProviderError when the bundle must not be served.
         """
         settings = self._settings
         texts = read_texts(bundle)

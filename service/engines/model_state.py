@@ -80,10 +80,9 @@ def introduce_model(
     keep_old: bool = True,
     resident: Collection[str] = (),
 ) -> Models:
-    """Return the models with a new current version of its name; with `keep_old` the replaced version is `previous`.
+    """Return the models with a new current version of its name; with `keep_old` the replaced one is `previous`.
 
-    The version that was `previous` before is removed, unless it is the new one, or its hash is in `resident`. A
-    resident version stays as `pinned`.
+    The former `previous` one is removed, or stays `pinned` if its hash is in `resident`.
     """
     old, former = current(models, new.name), previous(models, new.name)
     new = _turned(new, "current", now)

@@ -42,9 +42,7 @@ class Engines:
     async def adopt(self, models: Models, texts: Mapping[str, BundleTexts]) -> None:
         """Switch to these models at once; an engine of another model closes when its last request has ended.
 
-        Raises ValueError for a tokenizer that cannot be read or used, and then keeps the engines unchanged.
-
-        texts: the texts of each model by id, at least of models that have no engine yet
+        Raises ValueError for a tokenizer that cannot be used, and then keeps the engines. texts: of new models
         """
         engines = {
             model.id: self._known(model) or await self._open(texts[model.id], model)

@@ -34,10 +34,7 @@ class ClientAddresses:
         self._peer = lru_cache(KNOWN_PEERS)(self._judge)
 
     def __call__(self, scope: Scope) -> str:
-        """Return the peer's address or, if the peer is trusted, the address of the nearest untrusted hop before it.
-
-        With `*`, this is the address of the farthest hop, which the client can forge.
-        """
+        """Return the nearest untrusted address among the peer and its hops; with `*` the farthest, possibly forged."""
         client = scope.get("client")
         peer, trusted = self._peer(client[0]) if client else self._nameless(scope)
         if not trusted:

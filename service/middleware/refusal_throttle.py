@@ -32,10 +32,7 @@ class RefusalThrottle:
         await gone.wait()
 
     def hold(self, go: Callable[[], object]) -> None:
-        """Call `go` in its turn, which may be immediately.
-
-        Calls never nest: `go` may start its connection's next request, which may be refused in turn.
-        """
+        """Call `go` in its turn, maybe at once. Calls never nest, as `go` may start a request that is refused."""
         loop = asyncio.get_running_loop()
         now = loop.time()
         at = max(self._next, now - self._held_s)  # after a pause, several may be sent together

@@ -145,11 +145,7 @@ def log_bug(error: Exception) -> None:
 
 
 class LogLimiter:
-    """Limits repeated log lines: `most` lines pass in each period, and the others are counted.
-
-    A period begins with the first line after the previous period. The limiter is for lines that are frequent under
-    overload.
-    """
+    """Limits repeated log lines: `most` pass in each period from the first line on, and the others are counted."""
 
     def __init__(
         self, most: int = 10, period_s: float = 1.0, clock: Callable[[], float] = time.monotonic
@@ -178,8 +174,5 @@ class LogLimiter:
 
 
 def log_request(log: FilteringBoundLogger, route: str, **facts: object) -> None:
-    """Log the one line of a request. The lines of health checks and scrapes have the level debug.
-
-    log: a bound logger; the caller keeps it while the log's configuration stays the same, because binding is slow
-    """
+    """Log the line of a request with a bound logger, which is slow to make; probes have the level debug."""
     (log.debug if route in QUIET_ROUTES else log.info)("request", **facts)

@@ -294,10 +294,7 @@ class Metrics:
         models: Callable[[], Mapping[str, Mapping[str, str]]],
         max_queue_s: float = 0.0,
     ) -> None:
-        """Read the device's load and the facts of each model, by its id, whenever the metrics are rendered.
-
-        max_queue_s: expected seconds of waiting at which requests are refused
-        """
+        """Read load and facts of models by id for each page. max_queue_s: the wait at which requests are refused"""
         self._load = load
         self._max_queue_seconds.set(max_queue_s)
         self._models = models

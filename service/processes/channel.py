@@ -57,10 +57,9 @@ class Channel(asyncio.Protocol):
     def send(
         self, role: Role, number: int, message: Message, *arrays: NDArray[Any] | bytes
     ) -> None:
-        """Send a message. All messages of one turn of the event loop are written together.
+        """Send a message, or drop it if the other end has closed, which `lost` reports.
 
-        One write saves time, because waking the other end costs more than reading a message. If the other end has
-        closed, the message is dropped: `lost` has been called or will be.
+        All messages of one turn of the event loop are written together, because waking the other end costs more.
         """
         if not self.open:
             return

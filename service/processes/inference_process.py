@@ -28,9 +28,7 @@ class CannotStart(Exception):
 async def compute(
     settings: Settings, control: ControlChannel, resume: Resume | None = None
 ) -> None:
-    """Open the bundles, and compute for every HTTP process until the control channel and all their channels close.
-
-    resume: the bundles that the previous inference process reported; only these are opened
+    """Open the bundles, or those of `resume`, and compute for HTTP processes until all channels close.
 
     Raises CannotStart if the bundles cannot be opened. If only a restart can help, the process ends at once.
     """

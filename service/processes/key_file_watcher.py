@@ -28,10 +28,7 @@ class KeyFiles:
         self._changed = changed
 
     async def watch(self) -> None:
-        """Read the files again on SIGHUP, and after each change once two checks in a row have found the same state.
-
-        So a file that is being written is not read. A link that is set to another file counts as a change.
-        """
+        """Read the files on SIGHUP, and after a change (also of a link) once two checks in a row agree."""
         signaled = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, signaled.set)
         known = last = await asyncio.to_thread(self._stamps)

@@ -64,9 +64,7 @@ class Peer(Channel):
     def call(
         self, request: Message, *arrays: NDArray[Any] | bytes, receive: Receive | None = None
     ) -> asyncio.Future[Reply]:
-        """Send a request, and return the future of its reply. Cancelling the future cancels the request.
-
-        receive: called with each part of the reply, and with the reply
+        """Send a request, and return its reply's future, whose cancellation cancels the request. receive: gets parts
 
         The future fails with PeerLost if the channel closes before the reply, and with the errors of the request.
         """

@@ -91,11 +91,9 @@ def adopts_orphans() -> bool:
 
 
 async def reap_orphans(own: Callable[[], Collection[int]] = tuple) -> None:
-    """Collect the exit status of orphans that have ended, without end if this process adopts orphans.
+    """Collect the exit status of orphans without end, if they come here. own: children that other code waits for
 
     Only processes that are dead in two checks in a row count as orphans, because asyncio collects its own earlier.
-
-    own: returns the process ids of children for which other code waits
     """
     import asyncio  # here, because `at_start` is called before anything slow is imported
 

@@ -90,10 +90,9 @@ class ModelManager:
     # -- at start ---------------------------------------------------------------------------------
 
     def open(self, resume: Resume | None = None) -> None:
-        """Open the bundles of the settings, or with `resume` the bundles that the previous process served.
+        """Open the bundles of the settings, or with `resume` those of the previous process that can be opened.
 
-        Raises BundleError or ProviderError when a bundle must not be served, and MemoryLimitError where the memory
-        limit is too small. A bundle of the previous process that fails is logged and left out, unless all of them fail.
+        Raises BundleError, ProviderError or MemoryLimitError if a bundle, or all previous ones, cannot be served.
         """
         if resume is None:
             loaded = [bundles.load(path) for path in self._settings.bundles]
@@ -145,10 +144,7 @@ class ModelManager:
     # -- commands ---------------------------------------------------------------------------------
 
     async def execute(self, command: Command) -> CommandResult:
-        """Execute a command to its end, even if the caller is cancelled.
-
-        Raises InvalidInput, UnknownModel, Forbidden, Conflict or BadBundle, and then has changed nothing.
-        """
+        """Execute a command to its end, even if the caller is cancelled. Raises QuartetErrors, with nothing changed."""
         task = asyncio.create_task(self._run(command))
         self._commands.add(task)
         task.add_done_callback(partial(self._executed, command))

@@ -35,11 +35,7 @@ class AdmissionControl:
         self._started_s = 0.0  # expected seconds of the batches that began since then
 
     def check(self, entries: Sequence[Entry]) -> None:
-        """Check a new request.
-
-        Raises TooLarge if an empty queue could not hold it, and Overloaded if the queue has no room for it or its
-        expected completion is too late.
-        """
+        """Check a new request. Raises TooLarge if it never fits, Overloaded for a full queue or a late completion."""
         flow, tokens = entries[0].flow, sum(entry.tokens for entry in entries)
         limit = self.max_queue_tokens
         if tokens > limit:

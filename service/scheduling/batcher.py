@@ -189,10 +189,9 @@ class Batcher:
         return request.future
 
     async def probe(self, bundle: str, window: Window) -> Outputs:
-        """Compute every head's outputs of a window for a self-test, before all waiting entries.
+        """Compute every head's outputs of a window before all entries, without effect on the measured cost.
 
-        Where `wide` slots are idle, probes alternate between one slot and `wide`. A probe does not change the measured
-        cost, and is not observed. Raises UnknownModel, and the errors that the run raises.
+        Where `wide` slots are idle, every second probe takes them. Raises UnknownModel and the errors of the run.
         """
         future: asyncio.Future[Outputs] = asyncio.get_running_loop().create_future()
         self._post(partial(self._probes.append, Probe(bundle, window, future)))

@@ -75,10 +75,9 @@ GUESS = Cost(per_run=1e-3, per_token=2e-5, per_slot=0.0)  # before anything was 
 
 
 def fit(samples: Iterable[Sample]) -> Cost:
-    """Fit the cost by non-negative least squares on relative errors: short batches count like long ones.
+    """Fit the cost by non-negative least squares on relative errors, without samples `GUESS`.
 
-    Terms that the samples do not determine get equal shares of the time: with a single
-    sample without mask tokens, each of three terms gets a third. Without samples the result is `GUESS`.
+    Terms that the samples do not determine get equal shares of the time.
     """
     return _solve(_evidence(samples))
 
@@ -98,11 +97,7 @@ class Estimator:
         self.cost = self._fit(self._warm)
 
     def refine(self, sample: Sample) -> None:
-        """Refine the cost by the sample of a batch that ran.
-
-        An error is relative to the longer of the measured and the expected time, so a batch on a stalled machine, or a
-        batch that was far too fast, has little weight.
-        """
+        """Refine the cost by a batch that ran; one on a stalled machine, or far too fast, has little weight."""
         if sample.seconds <= 0:
             return
         computed = self.cost.computed(sample.tokens, sample.size, sample.longest)
@@ -136,10 +131,9 @@ class Estimator:
 
 
 class Drain:
-    """The measured speed of the device relative to the expected speed.
+    """The measured speed of the device relative to the expected one, below 1 for busy cores or small batches.
 
-    It is below 1 where other processes use the cores, or batches are small. The weight of older observations decays
-    with the seconds of the newer ones.
+    The weight of older observations decays with the seconds of the newer ones.
     """
 
     def __init__(self) -> None:

@@ -97,10 +97,9 @@ class ModelStatistics:
         self._next_trial = FIRST_TRIAL
 
     def count_choice(self) -> bool:
-        """Count a choice between one slot and several; return whether it is a trial of the more expensive one.
+        """Count a choice between one slot and several; return whether to try the more expensive one.
 
-        Trials measure the cost of the choice that is not used otherwise. They are frequent at first, because the
-        measurements of the warm-up may have been disturbed.
+        Trials measure it; they are frequent at first, because the warm-up may have been disturbed.
         """
         self._choices += 1
         if self._choices < self._next_trial:

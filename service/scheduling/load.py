@@ -130,10 +130,7 @@ class Load:
         self.waiting.setdefault(flow, Backlog()).change(RemainingWork(), request)
 
     def wait_s(self, flow: Flow, tokens: int, coming: int = 0) -> float:
-        """Return the seconds until `tokens` more tokens of a flow are computed; 0 where the bundle's rate is unknown.
-
-        coming: tokens of the flow that will run before these tokens and are not in the queue yet
-        """
+        """Return the seconds until `tokens` more tokens of a flow are computed, after `coming` ones; 0 if unknown."""
         rate = self.rates.get(flow.bundle)
         if not rate:
             return 0.0
@@ -162,9 +159,7 @@ class Load:
     ) -> None:
         """Raise Overloaded if a request's expected completion takes more than a share of the `left_s` seconds left.
 
-        An empty queue accepts every request, because running batches correct the expected rate.
-
-        before_s: the expected seconds until the tokens reach the queue, because other texts are encoded first
+        An empty queue accepts every request. before_s: until its tokens reach the queue
         """
         wait_s = before_s + self.wait_s(flow, tokens, coming)
         if wait_s > share * left_s and (self.queue_tokens or coming or before_s):

@@ -163,10 +163,7 @@ class TextThreads:
         self._fill()
 
     def _fill(self) -> None:
-        """Begin with the next part on every idle thread, and prefetch one, as far as their lengths allow it.
-
-        A thread begins with the prefetched part without waiting for the event loop.
-        """
+        """Run and prefetch the next parts on idle threads; a thread does not wait for the event loop to begin."""
         if self._has_prefetched:
             if not self._threads.cancel_prefetch():
                 return  # a thread has begun with it, which the end of its previous part will report
