@@ -179,9 +179,14 @@ def one_line(error: Exception) -> str:
 
 def check_request(request: ExportRequest) -> None:
     """Raise ValueError early for a name or a table that the manifest cannot contain."""
-    for flag, word in (("--name", request.name), ("--version", request.version)):
-        if not re.fullmatch(bundle.NAME, word):
-            raise ValueError(f"{flag}: {word!r} may have letters, digits, dots, dashes and _ only")
+    for flag, word, pattern, more in (
+        ("--name", request.name, bundle.MODEL_NAME, " and one / between them"),
+        ("--version", request.version, bundle.NAME, ""),
+    ):
+        if not re.fullmatch(pattern, word):
+            raise ValueError(
+                f"{flag}: {word!r} may have letters, digits, dots, dashes and _ only{more}"
+            )
     _ = request.onnx or request.default_precision
     Provenance.model_validate(request.metadata.get("provenance", {}))
 

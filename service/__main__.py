@@ -128,7 +128,7 @@ def add_argument(parser: argparse.ArgumentParser, name: str, field: FieldInfo) -
             name, nargs="*", metavar="BUNDLE", default=argparse.SUPPRESS, help=field.description
         )
         return
-    default = "unset" if field.default in (None, ()) else field.default
+    default = "unset" if field.default in (None, (), {}) else field.default
     parser.add_argument(
         flag(name),
         default=argparse.SUPPRESS,

@@ -37,6 +37,7 @@ LINK_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
 MOST_UDS_BYTES = 107  # which the kernel keeps with a terminator in 108
 
 RootDialect = Literal["native", "hf", "infinity", "openai", "tei"]
+UnknownModelRule = Literal["refuse", "default"]
 
 
 class Variables(EnvSettingsSource):
@@ -69,6 +70,15 @@ class Settings(BaseSettings):
         gt=0,
         description="seconds between scans of models_dir, to serve all its"
         " bundles; unset, only administrators load them",
+    )
+    aliases: Annotated[Mapping[str, str], NoDecode] = Field(
+        {},
+        description="further names of models in requests: alias=name, separated by commas; a file has a table",
+    )
+    unknown_model: UnknownModelRule | None = Field(
+        None,
+        description="what happens to requests for a model that is not served: refuse, or default for the first model;"
+        " unset, default for the API of TEI, refuse for others",
     )
     host: str = Field(
         "127.0.0.1", description="address to listen on; 0.0.0.0 for clients on other machines"
@@ -278,6 +288,19 @@ class Settings(BaseSettings):
             return [*filter(None, value.split(os.pathsep))]
         return [value] if isinstance(value, Path) else value
 
+    @field_validator("aliases", mode="before")
+    @classmethod
+    def _pairs(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        aliases = {}
+        for pair in value.split(","):
+            alias, _, name = map(str.strip, pair.partition("="))
+            if not alias or not name:
+                raise ValueError(f"{pair!r} is not an alias and a model's name: write alias=name")
+            aliases[alias] = name
+        return aliases
+
     @field_validator("watch_s")
     @classmethod
     def _somewhere(cls, value: float | None, info: ValidationInfo) -> float | None:
@@ -344,10 +367,16 @@ class Settings(BaseSettings):
     def _known(cls, value: str) -> str:
         return check_name(value, "auto")
 
-    @field_validator("precision", "provider", "log_level", "log_format", mode="before")
+    @field_validator(
+        "precision", "provider", "unknown_model", "log_level", "log_format", mode="before"
+    )
     @classmethod
     def _lower(cls, value: object) -> object:
         return value.lower() if isinstance(value, str) else value
+
+    def rule_of_unknown_models(self, of_dialect: UnknownModelRule) -> UnknownModelRule:
+        """Return what happens to requests for a model that is not served. of_dialect: what their API has by default"""
+        return self.unknown_model or ("default" if self.root_dialect == "tei" else of_dialect)
 
     def workers(self, cores: int) -> int:
         """Return the number of HTTP processes, by the rule of the device where it is unset."""

@@ -258,6 +258,9 @@ def shown(value: object) -> str:
             return "(not shown)"
         case bool():
             return str(value).lower()
-        case tuple() | Mapping():
+        case Mapping():
+            names = (f"{k}={v}" if isinstance(v, str) else k for k, v in value.items())
+            return ", ".join(names) or "none"
+        case tuple():
             return ", ".join(map(str, value)) or "none"
     return str(value)

@@ -25,7 +25,10 @@ ADVICE = {
         "use a key with the permission",
     ),
     "not_found": ("no such route", "check the path"),
-    "unknown_model": ("no such model is served", "use a name from the message"),
+    "unknown_model": (
+        "no such model is served",
+        "use a name from the message, or set `aliases` or `unknown_model`",
+    ),
     "unknown_head": (
         "the model has no such head for this task",
         "use a head from the message",

@@ -41,7 +41,7 @@ async def load_model(request: Request) -> Response:
     return await answer(request, LoadModel(**body.model_dump(), by=tenant_of(request)))
 
 
-@router.delete("/admin/models/{model}", **openapi.admin(UnloadedResponse, of="model"))
+@router.delete("/admin/models/{model:path}", **openapi.admin(UnloadedResponse, of="model"))
 async def unload_model(request: Request) -> Response:
     """Serve a bundle no longer; the answer comes when its memory is free."""
     return await answer(
@@ -50,7 +50,8 @@ async def unload_model(request: Request) -> Response:
 
 
 @router.post(
-    "/admin/models/{model}/promote", **openapi.admin(IntroducedResponse, PromoteRequest, of="model")
+    "/admin/models/{model:path}/promote",
+    **openapi.admin(IntroducedResponse, PromoteRequest, of="model"),
 )
 async def promote_model(request: Request) -> Response:
     """Let a bundle that is loaded answer for its name."""
@@ -61,7 +62,7 @@ async def promote_model(request: Request) -> Response:
     )
 
 
-@router.post("/admin/models/{name}/rollback", **openapi.admin(IntroducedResponse, of="name"))
+@router.post("/admin/models/{name:path}/rollback", **openapi.admin(IntroducedResponse, of="name"))
 async def roll_back_model(request: Request) -> Response:
     """Let the bundle answer for a name that did before."""
     return await answer(

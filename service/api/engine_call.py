@@ -26,6 +26,7 @@ from service.middleware.request_context import RequestContext, context_of
 from service.middleware.service_state import Service, timeout_s
 from service.observability.logs import log_bug
 from service.scheduling.entries import Heads
+from service.settings import UnknownModelRule
 
 R = TypeVar("R", bound=Request)
 T = TypeVar("T")
@@ -197,6 +198,17 @@ async def receive_call(
     return open_call(request, choose(body) if choose else schema, body, deadline)
 
 
+def engine_of(
+    request: HttpRequest, model: str | None, unknown: UnknownModelRule = "refuse"
+) -> Engine:
+    """Return the engine of a model's name, by the service's rule for unknown names, or else by `unknown`.
+
+    Raises UnknownModel.
+    """
+    service = service_of(request)
+    return service.open_engines().get(model, service.settings.rule_of_unknown_models(unknown))
+
+
 def deadline_of(request: HttpRequest) -> float:
     """Return when the client stops waiting, in seconds of `time.monotonic`. Raises InvalidInput."""
     context = context_of(request.scope)
@@ -215,11 +227,10 @@ def add_fields(body: object, fields: Mapping[str, object]) -> object:
 
 def open_call(request: HttpRequest, schema: type[R], body: object, deadline: float) -> Call[R]:
     """Validate a parsed body and select its engine. Raises the errors of `service.errors` that apply."""
-    service, context = service_of(request), context_of(request.scope)
-    settings, engines = service.settings, service.open_engines()
+    context, settings = context_of(request.scope), service_of(request).settings
     valid = parse(schema, body, settings.max_inputs_per_request)
     refuse_long(valid, settings.max_characters_per_input)
-    engine = engines.get(valid.model)
+    engine = engine_of(request, valid.model, schema.unknown_model)
     engine.acquire()
     context.on_finish.append(lambda _: engine.release())
     context.model, context.task, context.inputs = engine.id, schema.task, valid.size

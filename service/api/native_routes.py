@@ -67,6 +67,7 @@ class Route(APIRoute):
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
         super().__init__(path, endpoint, **options)
+        self.path = self.path_format  # a label of logs and metrics
         self.app = plain(endpoint)
 
 

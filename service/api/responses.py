@@ -249,6 +249,7 @@ class DescribedModel(BaseModel):
         description="current (answers for its name), previous (did before), pinned (answers requests that name its"
         " version)"
     )
+    aliases: list[str] = Field(description="further names of requests for its name")
     heads: dict[str, ServedHead]
     max_length: int = Field(description="tokens that it reads at once")
     precision: str
@@ -286,6 +287,7 @@ class Model(BaseModel):
     embedding_space: str | None
     requests: int = Field(description="requests that wait or are computed")
     shadow: float = Field(description="share of requests that are mirrored to it")
+    aliases: list[str] = Field(description="further names of requests for its name")
     compared: dict[str, dict[str, int]] = Field(
         description="its results of mirrored requests, by head: same, changed, failed, dropped"
     )

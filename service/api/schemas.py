@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from service.errors import InvalidInput, TooLarge
-from service.settings import did_you_mean
+from service.settings import UnknownModelRule, did_you_mean
 from service.tasks.analysis import Analysis
 from service.tasks.classification import Classification
 from service.tasks.embedding import Embedding
@@ -45,9 +45,10 @@ class Request(Strict):
     task: ClassVar[str]  # its name in logs, metrics and traces
     listed: ClassVar[str] = "inputs"  # the field that has an item for each result
     text_fields: ClassVar[Sequence[str]] = ("inputs",)  # those with texts
+    unknown_model: ClassVar[UnknownModelRule] = "refuse"  # unless a setting says otherwise
 
     model: ServedName | None = Field(
-        None, description="`name` or `name@version`; the first bundle served when absent"
+        None, description="`name`, an alias or `name@version`; the first bundle served when absent"
     )
 
     @property
@@ -302,6 +303,10 @@ class AdminRequest(Strict):
     allow_new_embedding_space: bool = Field(
         False,
         description="promote although its vectors cannot be compared with the current version's",
+    )
+    aliases: list[Annotated[ServedName, Field(min_length=1)]] | None = Field(
+        None,
+        description="further names of requests for its name, which other models lose; absent, those that it has",
     )
 
 

@@ -66,8 +66,9 @@ MOST_GOLDEN_BYTES = 2**28  # of all arrays, uncompressed
 # last byte is the length of the name.
 EXTERNAL_DATA = re.compile(rb"\x0a\x08location\x12(.)", re.DOTALL)
 
-NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
-FILE = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+WORD = "[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
+NAME = FILE = f"^{WORD}$"
+MODEL_NAME = f"^{WORD}(/{WORD})?$"  # as on the hub: name, or owner/name
 SHA256 = r"^[0-9a-f]{64}$"
 
 # Names of the inputs of graphs of any layout; no head may have such a name.
@@ -388,7 +389,7 @@ class Manifest(_Record):
     """`manifest.json`. The order of `heads` matters: the first head of a task is its default."""
 
     format_version: Literal[5]
-    name: str = Field(pattern=NAME)
+    name: str = Field(pattern=MODEL_NAME)
     version: str = Field(pattern=NAME)
     heads: dict[Annotated[str, StringConstraints(pattern=NAME)], Head] = Field(min_length=1)
     default_precision: Precision

@@ -4,6 +4,7 @@ An administrator's request and the directory watcher make them; the model manage
 the inference process.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, get_args
 
@@ -30,6 +31,8 @@ class LoadModel:
     allow_new_embedding_space: bool = False
     # Share of the current version's requests that it gets copies of, from 0 to 1; above 0 it is not promoted.
     shadow: float = 0.0
+    # Further names of requests for its name, in place of those that it has; None keeps them.
+    aliases: Sequence[str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +48,7 @@ class PromoteModel:
     # The share of compared answers, from 0 to 1, that may have changed or failed; None compares nothing.
     max_changed: float | None = None
     min_compared: int = 100  # answers that must have been compared where `max_changed` is set
+    aliases: Sequence[str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -375,6 +375,7 @@ class Engine:
             "name": manifest.name,
             "version": manifest.version,
             "state": self.model.state,
+            "aliases": self.model.aliases,
             "heads": {name: self._describe_head(head) for name, head in manifest.heads.items()},
             "max_length": manifest.max_length,
             "precision": on.precision,

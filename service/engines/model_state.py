@@ -23,6 +23,8 @@ class ModelRecord:
     since: float  # when it got its state, in seconds of `time.time`
     # The share of the current version's requests of which it gets copies.
     shadow: float = field(default=0.0, kw_only=True)
+    # Further names of requests for `name`, which all versions of a name share.
+    aliases: tuple[str, ...] = field(default=(), kw_only=True)
 
     @property
     def name(self) -> str:
@@ -113,6 +115,17 @@ def remove_model(models: Models, model_id: str, now: float) -> Models:
         return rest
     others = [model for model in models if model.id != heir.id]
     return tuple(heir if model is gone else model for model in others)
+
+
+def assign_aliases(models: Models, name: str, aliases: Sequence[str]) -> Models:
+    """Return the models with these aliases of a name, which every other name loses."""
+    given = tuple(aliases)
+    return tuple(
+        replace(
+            m, aliases=given if m.name == name else tuple(a for a in m.aliases if a not in given)
+        )
+        for m in models
+    )
 
 
 def _turned(model: ServedModel, state: ServingState, now: float) -> ServedModel:

@@ -15,6 +15,7 @@ from service.engines.mirroring import Compared, MirroredTraffic
 from service.engines.model_state import Models, ServedModel, current
 from service.errors import UnknownModel
 from service.scheduling.text_threads import TextThreads
+from service.settings import UnknownModelRule
 
 ExecuteCommand = Callable[[Command], Awaitable[Mapping[str, Any]]]
 
@@ -36,7 +37,9 @@ class Engines:
         self._device = device
         self._compared = compared
         self._by_id: dict[str, Engine] = {}
-        self._by_name: dict[str | None, Engine] = {}  # names, ids, and None for the default
+        self._by_name: dict[
+            str | None, Engine
+        ] = {}  # names, aliases, ids, and None for the default
         self._leaving: dict[Engine, asyncio.Task[None]] = {}
 
     async def adopt(self, models: Models, texts: Mapping[str, BundleTexts]) -> None:
@@ -92,13 +95,26 @@ class Engines:
         engine.close()
         del self._leaving[engine]
 
-    def get(self, model: str | None) -> Engine:
-        """Return the engine of a name or `name@version`, or the default one for None. Raises UnknownModel."""
+    def get(self, model: str | None, unknown: UnknownModelRule = "refuse") -> Engine:
+        """Return the engine of a name, an alias or `name@version`, or the default one for None. Raises UnknownModel.
+
+        unknown: what happens to every other name
+        """
         engine = self._by_name.get(model)
+        if engine is None and unknown == "default":
+            engine = self._by_name.get(None)
         if engine is None:
-            served = ", ".join(self._by_id)
-            raise UnknownModel(f"no model {model!r}; served here: {served}", param="model")
+            aliases = [*dict.fromkeys(a for e in self._by_id.values() for a in e.model.aliases)]
+            served = ", ".join([*self._by_id, *aliases])
+            raise UnknownModel(
+                f"no model {model!r}; served here: {served}; the settings aliases and unknown_model accept other names",
+                param="model",
+            )
         return engine
+
+    def serves(self, model: str) -> bool:
+        """Return whether a model has this name, alias or `name@version`."""
+        return model in self._by_name
 
     def all(self) -> list[Engine]:
         return list(self._by_id.values())
@@ -110,11 +126,11 @@ class Engines:
 
 
 def by_name(models: Models, engines: Mapping[str, Engine]) -> dict[str | None, Engine]:
-    """Return the engine of each id, the current engine of each name, and the default engine under None."""
+    """Return the engine of each id, the current engine of each name and alias, and the default engine under None."""
     found: dict[str | None, Engine] = {}
-    for model in models:
-        found[model.id] = engines[model.id]
-        if model.state == "current":
-            found.setdefault(None, engines[model.id])
-            found[model.name] = engines[model.id]
+    current = [model for model in models if model.state == "current"]
+    found.update((None, engines[model.id]) for model in current[:1])
+    found.update((alias, engines[model.id]) for model in current for alias in model.aliases)
+    found.update((model.name, engines[model.id]) for model in current)
+    found.update((model.id, engines[model.id]) for model in models)
     return found

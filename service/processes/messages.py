@@ -100,7 +100,14 @@ class ModelTable:
     @property
     def served(self) -> Models:
         return tuple(
-            ServedModel(**{**model, "runs_on": RunsOn(**model["runs_on"])}) for model in self.models
+            ServedModel(
+                **{
+                    **model,
+                    "runs_on": RunsOn(**model["runs_on"]),
+                    "aliases": tuple(model["aliases"]),
+                }
+            )
+            for model in self.models
         )
 
     def read(self, arrays: bytes) -> dict[str, BundleTexts]:

@@ -7,7 +7,7 @@ unloaded first gets no new requests. The manager closes it when its last request
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
@@ -102,6 +102,10 @@ class ModelManager:
         else:
             opened = self._open_again([ModelRecord(**kept) for kept in resume["models"]])
         self.models = model_state.settled(opened, time.time())
+        names = {model.name for model in self.models}
+        for alias, name in self._settings.aliases.items():
+            if name not in names:
+                log.warning("alias of no served model", alias=alias, model=name, served=[*names])
 
     def _open(self, bundle: Bundle) -> ServedModel:
         if bundle.manifest.id in self._device.texts:
@@ -120,7 +124,13 @@ class ModelManager:
                 problems.append(error)
                 continue
             if model.sha256 == kept.sha256:
-                model = replace(model, state=kept.state, since=kept.since, shadow=kept.shadow)
+                model = replace(
+                    model,
+                    state=kept.state,
+                    since=kept.since,
+                    shadow=kept.shadow,
+                    aliases=tuple(kept.aliases),
+                )
             else:
                 log.error("changed since it was served", model=kept.id, now=model.id)
             opened.append(model)
@@ -131,9 +141,19 @@ class ModelManager:
     def _add(self, path: Path, opened: OpenedBundle) -> ServedModel:
         """Add a bundle to the device as a pinned model, which gets no requests yet."""
         self._device.add(opened)
-        name, sha256 = opened.texts.manifest.id, opened.texts.sha256
+        manifest, sha256 = opened.texts.manifest, opened.texts.sha256
+        runs_on, now = self._device.runs_on[manifest.id], time.time()
+        configured = self._settings.aliases.items()
+        aliases = tuple(alias for alias, name in configured if name == manifest.name)
+        shared = (model.aliases for model in self.models if model.name == manifest.name)
         return ServedModel(
-            name, str(path), sha256, "pinned", time.time(), self._device.runs_on[name]
+            manifest.id,
+            str(path),
+            sha256,
+            "pinned",
+            now,
+            runs_on,
+            aliases=next(shared, aliases),
         )
 
     async def follow(self, subscriber: Subscriber) -> None:
@@ -174,7 +194,7 @@ class ModelManager:
     def _list(self) -> CommandResult:
         """Return every model that is served, loading or draining."""
         unknown = {"id": None, "sha256": None, "embedding_space": None}
-        idle = {"requests": 0, "shadow": 0.0, "compared": {}}
+        idle = {"requests": 0, "shadow": 0.0, "aliases": (), "compared": {}}
         coming = [
             {**unknown, "path": str(path), "state": "loading", "since": moment(since), **idle}
             for path, since in self._coming.items()
@@ -197,8 +217,10 @@ class ModelManager:
                 self._check_space(bundle.manifest, allowed)
                 new = self._add(folder, opened) if opened else self._find(bundle.manifest.id)
                 if promote:
-                    return await self._introduce("load", new, command.by, command.keep_old)
-                return await self._stand_by(new, command.shadow, command.by)
+                    return await self._introduce(
+                        "load", new, command.by, command.keep_old, command.aliases
+                    )
+                return await self._stand_by(new, command)
 
     async def _promote(self, command: PromoteModel) -> CommandResult:
         """Make a loaded version the current one of its name."""
@@ -208,7 +230,9 @@ class ModelManager:
                 compared = self._compared(new)
                 check_answers(command.model, compared, command.max_changed, command.min_compared)
             self._check_space(self._manifest(new), command.allow_new_embedding_space)
-            return await self._introduce("promote", new, command.by, command.keep_old)
+            return await self._introduce(
+                "promote", new, command.by, command.keep_old, command.aliases
+            )
 
     async def _roll_back(self, command: RollBackModel) -> CommandResult:
         """Make the previous version the current one."""
@@ -250,7 +274,12 @@ class ModelManager:
     # -- changes of the model table ---------------------------------------------------------------
 
     async def _introduce(
-        self, what: str, new: ServedModel, by: str, keep_old: bool = True
+        self,
+        what: str,
+        new: ServedModel,
+        by: str,
+        keep_old: bool = True,
+        aliases: Sequence[str] | None = None,
     ) -> CommandResult:
         old = model_state.current(self.models, new.name)
         if new is not old:
@@ -261,10 +290,11 @@ class ModelManager:
             await self._serve(later)
             former = old.id if old else None
             log.info(what, model=new.id, sha256=new.sha256, instead_of=former, by=by)
-        return self._introduced(new)
+        return await self._introduced(new, by, aliases)
 
-    async def _stand_by(self, new: ServedModel, shadow: float, by: str) -> CommandResult:
+    async def _stand_by(self, new: ServedModel, command: LoadModel) -> CommandResult:
         """Serve a bundle for `name@version` requests, and for copies of its name's requests if `shadow` is above 0."""
+        by, shadow = command.by, command.shadow
         if new.state == "current" and shadow:
             raise Conflict(
                 f"{new.id} is the current version of {new.name}: mirrored requests would compare it with itself"
@@ -273,9 +303,15 @@ class ModelManager:
         if new not in self.models:
             await self._serve(model_state.add_model(self.models, new, time.time()))
             log.info("load", model=new.id, sha256=new.sha256, shadow=shadow, by=by)
-        return self._introduced(new)
+        return await self._introduced(new, by, command.aliases)
 
-    def _introduced(self, new: ServedModel) -> CommandResult:
+    async def _introduced(
+        self, new: ServedModel, by: str, aliases: Sequence[str] | None
+    ) -> CommandResult:
+        """Give the name of a model these aliases, unless they are None, and return the model's state."""
+        if aliases is not None:
+            await self._serve(model_state.assign_aliases(self.models, new.name, aliases))
+            log.info("aliases", model=new.name, aliases=aliases, by=by)
         kept = model_state.previous(self.models, new.name)
         return {
             "model": self._told(self._find(new.id)),
@@ -369,6 +405,7 @@ class ModelManager:
             "embedding_space": self._manifest(model).embedding_space,
             "requests": self._device.batcher.requests(model.id),
             "shadow": model.shadow,
+            "aliases": model.aliases,
             "compared": self._compared(model),
         }
 

@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 from service.core.decode import OffsetUnit
 from service.errors import InvalidInput
 
-LONGEST_NAME = 257  # largest number of characters of a bundle's name@version
+LONGEST_NAME = 386  # largest number of characters of a bundle's owner/name@version
 
 
 class Strict(BaseModel):

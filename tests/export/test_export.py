@@ -205,10 +205,10 @@ def test_half_is_never_the_default(
 
 def test_first_precision_is_the_default(tiny_checkpoint: Path, out: Path) -> None:
     """The precision that is named first is what `auto` serves; name, version and length are as asked."""
-    flags = ("--precision", "int8", "fp32", "--name", "other", "--version", "2.1")
+    flags = ("--precision", "int8", "fp32", "--name", "BAAI/other", "--version", "2.1")
     assert 0 == export(tiny_checkpoint, out, *flags)
     manifest = bundle.load(out).manifest
-    assert ("int8", "other@2.1", 64) == (
+    assert ("int8", "BAAI/other@2.1", 64) == (
         manifest.default_precision,
         manifest.id,
         manifest.max_length,

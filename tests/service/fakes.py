@@ -159,8 +159,11 @@ class FakeEngines:
         self.commands: list[Command] = []
         self.text_threads = TextThreads()
 
-    def get(self, model: str | None) -> FakeEngine:
-        if model not in (None, "tiny", self.engine.id):
+    def serves(self, model: str) -> bool:
+        return model in ("tiny", self.engine.id)
+
+    def get(self, model: str | None, unknown: str = "refuse") -> FakeEngine:
+        if not (model is None or self.serves(model) or unknown == "default"):
             raise UnknownModel(f"no model {model!r} is served", param="model")
         return self.engine
 

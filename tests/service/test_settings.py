@@ -105,6 +105,16 @@ def test_what_no_browser_sends_is_no_origin(origin: str) -> None:
         Settings(cors_origins=[origin])
 
 
+def test_aliases_are_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flag and a variable have them as text, a file as a table."""
+    monkeypatch.setenv("QUARTET_ALIASES", "BAAI/bge-m3=tiny, text-embedding-3-small = tiny")
+    expected = {"BAAI/bge-m3": "tiny", "text-embedding-3-small": "tiny"}
+    assert expected == Settings().aliases == Settings(aliases=expected).aliases
+    for bad in ("tiny", "a=", "=tiny", "a=tiny,"):
+        with pytest.raises(ValidationError, match="write alias=name"):
+            Settings(aliases=bad)
+
+
 @pytest.mark.parametrize("name", Settings.model_fields)
 def test_every_setting_is_described(name: str) -> None:
     """The help text comes from the field, so each field has one."""

@@ -25,7 +25,7 @@ from service.api.dialects.common import (
     refused,
     status_of,
 )
-from service.api.engine_call import Call, json_response, receive_call, service_of
+from service.api.engine_call import Call, engine_of, json_response, receive_call, service_of
 from service.api.native_routes import make_router
 from service.api.schemas import Request, numbered
 from service.api.token_routes import answer_tokens, join_tokens
@@ -405,13 +405,12 @@ async def models(request: HttpRequest) -> Response:
 
 
 @router.get(
-    "/v1/models/{model}",
+    "/v1/models/{model:path}",
     **openapi.dialect_page(CohereModel, TAG, errors=(UnknownModel,), of="model"),
 )
 async def model(request: HttpRequest) -> Response:
     """One model."""
-    engine = service_of(request).open_engines().get(request.path_params["model"])
-    return json_response(describe(engine))
+    return json_response(describe(engine_of(request, request.path_params["model"])))
 
 
 def describe(engine: Engine) -> dict[str, object]:

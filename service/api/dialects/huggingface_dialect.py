@@ -20,7 +20,7 @@ from service.api import openapi
 from service.api.dialects import tei_dialect
 from service.api.dialects.common import ErrorBody
 from service.api.dialects.tei_dialect import Direction, SentencesRequest
-from service.api.engine_call import Call, json_response, receive_call, service_of
+from service.api.engine_call import Call, engine_of, json_response, receive_call, service_of
 from service.api.native_routes import answer, each, entity, filled_masks, label, make_router
 from service.api.responses import Answer, Entity, EntityGroup, FilledToken, Label
 from service.api.schemas import OneHead, QaInput, numbered
@@ -503,29 +503,30 @@ async def answer_task(request: HttpRequest, name: str, model: str) -> Response:
     task = TASKS.get(ALIASES.get(name, name))
     if task is None:
         raise NotFound(f"no task {name[:64]!r}; tasks here: {', '.join([*TASKS, *ALIASES])}")
-    call = await receive_call(request, task.schema, fields=model_fields(model))
+    call = await receive_call(request, task.schema, fields=model_fields(request, model))
     return await task.compute(call)
 
 
 async def answer_any(request: HttpRequest, model: str) -> Response:
-    engines = service_of(request).open_engines()
-
     def choose(body: object) -> type[HfRequest]:
         if not isinstance(body, dict):
             return HfRequest
         name = body.get("model")
-        engine = engines.get(name if isinstance(name, str) else None)
+        engine = engine_of(request, name if isinstance(name, str) else None)
         return TASKS[choose_task(engine, body)].schema
 
-    call = await receive_call(request, HfRequest, choose, model_fields(model))
+    call = await receive_call(request, HfRequest, choose, model_fields(request, model))
     return await next(
         task for task in TASKS.values() if isinstance(call.body, task.schema)
     ).compute(call)
 
 
-def model_fields(model: str) -> dict[str, object]:
-    """Return the fields of the body that MODEL or MODEL/HEAD in the path stands for."""
-    name, _, head = model.partition("/")
+def model_fields(request: HttpRequest, model: str) -> dict[str, object]:
+    """Return the fields of the body that MODEL or MODEL/HEAD in the path stands for; a name may contain "/"."""
+    serves = service_of(request).open_engines().serves
+    name, _, head = model.rpartition("/")
+    if serves(model) or not serves(name):
+        name, head = model, ""
     return {field: value for field, value in (("model", name), ("head", head)) if value}
 
 

@@ -27,6 +27,7 @@ from service.api.engine_call import (
     Call,
     add_fields,
     deadline_of,
+    engine_of,
     json_response,
     open_call,
     receive_body,
@@ -141,7 +142,7 @@ class RepositoryRequest(Strict):
 
 
 @router.post(
-    "/models/{model}/infer", **openapi.dialect(InferRequest, InferResponse, TAG, of="model")
+    "/models/{model:path}/infer", **openapi.dialect(InferRequest, InferResponse, TAG, of="model")
 )
 async def infer(request: HttpRequest) -> Response:
     """The outputs of a model: one for each head."""
@@ -152,11 +153,6 @@ async def infer(request: HttpRequest) -> Response:
     reply = await call.compute(make_task(call.engine, call.body))
     tensors = to_tensors(call.engine, call.body, reply)
     return infer_response(call, tensors, call.headers(reply))
-
-
-router.add_api_route(
-    "/models/{model}/versions/{version}/infer", infer, methods=["POST"], include_in_schema=False
-)
 
 
 async def receive_infer(request: HttpRequest, deadline: float) -> object:
@@ -279,39 +275,32 @@ async def ready(request: HttpRequest) -> Response:
 
 
 @router.get(
-    "/models/{model}",
-    **openapi.dialect_page(ModelMetadata, TAG, errors=(UnknownModel,), of="model"),
-)
-async def model(request: HttpRequest) -> Response:
-    """The inputs and outputs of a model."""
-    engines = service_of(request).open_engines()
-    return json_response(describe(engines.get(model_of(request)), engines.all()))
-
-
-router.add_api_route("/models/{model}/versions/{version}", model, include_in_schema=False)
-
-
-@router.get(
-    "/models/{model}/ready",
+    "/models/{model:path}/ready",
     **openapi.dialect_page(ReadyModel, TAG, errors=(UnknownModel,), of="model"),
 )
 async def model_ready(request: HttpRequest) -> Response:
     """Requests for the model may be sent here."""
     service = service_of(request)
-    engine = service.open_engines().get(model_of(request))
+    engine = engine_of(request, model_of(request))
     service.check_ready()
     return json_response({"name": engine.manifest.name, "ready": True})
 
 
-router.add_api_route(
-    "/models/{model}/versions/{version}/ready", model_ready, include_in_schema=False
+@router.get(
+    "/models/{model:path}",
+    **openapi.dialect_page(ModelMetadata, TAG, errors=(UnknownModel,), of="model"),
 )
+async def model(request: HttpRequest) -> Response:
+    """The inputs and outputs of a model."""
+    engines = service_of(request).open_engines()
+    return json_response(describe(engine_of(request, model_of(request)), engines.all()))
 
 
 def model_of(request: HttpRequest) -> str:
-    """Return the served name that the path has: a name, or a name and its version."""
-    path = request.path_params
-    return f"{path['model']}@{path['version']}" if "version" in path else path["model"]
+    """Return the served name of the path: `name`, or `name@version` for `name/versions/version`."""
+    path: str = request.path_params["model"]
+    name, _, version = path.rpartition("/versions/")
+    return f"{name}@{version}" if name else path
 
 
 def describe(engine: Engine, engines: list[Engine]) -> dict[str, object]:
@@ -359,7 +348,7 @@ async def load(request: HttpRequest) -> Response:
     return await execute(request, LoadModel(path=path, by=by))
 
 
-@router.post("/repository/models/{model}/unload", include_in_schema=False)
+@router.post("/repository/models/{model:path}/unload", include_in_schema=False)
 async def unload(request: HttpRequest) -> Response:
     """Unload a model, as `DELETE /admin/models/{model}` does."""
     validate(RepositoryRequest, await receive_options(request))

@@ -37,6 +37,7 @@ from service.api.dialects.inference_protocol import (
 from service.api.engine_call import (
     add_fields,
     deadline_of,
+    engine_of,
     open_call,
     reserve_memory,
     service_of,
@@ -89,7 +90,7 @@ async def ready(request: HttpRequest, asked: Any) -> Any:
 
 async def model_ready(request: HttpRequest, asked: Any) -> Any:
     service = service_of(request)
-    service.open_engines().get(served_name(asked.name, asked.version))
+    engine_of(request, served_name(asked.name, asked.version))
     service.check_ready()
     return messages.ModelReadyResponse(ready=True)
 
@@ -103,7 +104,7 @@ async def server_metadata(request: HttpRequest, asked: Any) -> Any:
 async def model_metadata(request: HttpRequest, asked: Any) -> Any:
     engines = service_of(request).open_engines()
     found: dict[str, Any] = describe(
-        engines.get(served_name(asked.name, asked.version)), engines.all()
+        engine_of(request, served_name(asked.name, asked.version)), engines.all()
     )
     for key in ("inputs", "outputs"):  # the message has no place for parameters
         found[key] = [

@@ -27,7 +27,7 @@ from service.api.dialects.common import (
     status_of,
     usage,
 )
-from service.api.engine_call import json_response, receive_call, service_of
+from service.api.engine_call import engine_of, json_response, receive_call, service_of
 from service.api.native_routes import make_router
 from service.core.bundle import InputType, OutputDtype
 from service.core.token_table import read_token_table
@@ -158,19 +158,20 @@ cached_token_table = cache(read_token_table)
 
 @router.get("/models", **openapi.dialect_page(OpenAIModelList, TAG))
 async def models(request: HttpRequest) -> Response:
-    """The models that are served."""
-    data = [describe(engine) for engine in service_of(request).open_engines().all()]
-    return json_response({"object": "list", "data": data})
+    """The models that are served, with their aliases."""
+    engines = service_of(request).open_engines().all()
+    names = dict.fromkeys(name for engine in engines for name in (engine.id, *engine.model.aliases))
+    return json_response({"object": "list", "data": [*map(describe, names)]})
 
 
 @router.get(
-    "/models/{model}", **openapi.dialect_page(OpenAIModel, TAG, errors=(UnknownModel,), of="model")
+    "/models/{model:path}",
+    **openapi.dialect_page(OpenAIModel, TAG, errors=(UnknownModel,), of="model"),
 )
 async def model(request: HttpRequest) -> Response:
     """One model."""
-    engine = service_of(request).open_engines().get(request.path_params["model"])
-    return json_response(describe(engine))
+    return json_response(describe(engine_of(request, request.path_params["model"]).id))
 
 
-def describe(engine: Engine) -> dict[str, object]:
-    return {"id": engine.id, "object": "model", "created": 0, "owned_by": "quartet"}
+def describe(model: str) -> dict[str, object]:
+    return {"id": model, "object": "model", "created": 0, "owned_by": "quartet"}

@@ -67,6 +67,8 @@ Direction = Annotated[
 class TeiRequest(Request):
     """The common fields. TEI serves one model; `model` selects another than the first."""
 
+    unknown_model = "default"
+
     truncate: Truncate = None
     truncation_direction: Direction = Field(
         None, description='"right", the end of texts, or absent'
@@ -191,12 +193,13 @@ class TeiSimilarityRequest(TeiRequest, SentencesRequest):
 
 class TeiTokenizeRequest(Request, Inputs):
     task = "tokenize"
+    unknown_model = "default"
 
     add_special_tokens: bool = Field(True, description="whether special tokens are in the answer")
 
 
 class TeiDecodeRequest(DetokenizeRequest):
-    pass
+    unknown_model = "default"
 
 
 # -- responses ------------------------------------------------------------------------------------

@@ -41,13 +41,20 @@ async def admin(client_with: Callable[..., Any]) -> AsyncIterator[httpx.AsyncCli
                 path="a", by="ops", promote=False, keep_old=False, allow_new_embedding_space=True
             ),
         ),
+        (
+            "POST",
+            "",
+            {"path": "a", "aliases": ["x/y"]},
+            LoadModel(path="a", by="ops", aliases=["x/y"]),
+        ),
+        ("DELETE", "/BAAI/a@1", None, UnloadModel(model="BAAI/a@1", by="ops")),
         ("DELETE", "/a@1", None, UnloadModel(model="a@1", by="ops")),
         ("POST", "/a@1/promote", None, PromoteModel(model="a@1", by="ops")),
         (
             "POST",
             "/a@1/promote",
-            {"keep_old": False, "max_changed": 0.1},
-            PromoteModel(model="a@1", by="ops", keep_old=False, max_changed=0.1),
+            {"keep_old": False, "max_changed": 0.1, "aliases": []},
+            PromoteModel(model="a@1", by="ops", keep_old=False, max_changed=0.1, aliases=[]),
         ),
         ("POST", "/a/rollback", None, RollBackModel(model="a", by="ops")),
     ],
@@ -94,7 +101,7 @@ async def test_what_makes_no_sense_is_refused(
         ("PATCH", "", "GET, HEAD, POST"),
         ("DELETE", "", "GET, HEAD, POST"),
         ("GET", "/a@1", "DELETE"),
-        ("GET", "/a@1/promote", "POST"),
+        ("GET", "/a@1/promote", "DELETE, POST"),
     ],
 )
 async def test_a_path_allows_what_any_of_its_routes_does(

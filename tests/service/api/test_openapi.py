@@ -114,7 +114,7 @@ def test_what_is_never_accepted_is_declared(document: dict[str, Any]) -> None:
     ]
     assert r"\S" == schemas["QaInput"]["properties"]["question"]["pattern"]
     assert r"\S" == schemas["QaQuestionRequest"]["properties"]["question"]["pattern"]
-    assert 257 == schemas["NerRequest"]["properties"]["model"]["maxLength"]
+    assert 386 == schemas["NerRequest"]["properties"]["model"]["maxLength"]
 
 
 QUESTION, CONTEXT = "Who?", "Ada."

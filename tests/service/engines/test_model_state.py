@@ -10,6 +10,7 @@ from service.engines.model_state import (
     ServedModel,
     ServingState,
     add_model,
+    assign_aliases,
     current,
     introduce_model,
     previous,
@@ -65,6 +66,14 @@ def test_every_name_has_a_version_that_answers(found: list[str], then: list[str]
 def test_a_new_one_takes_the_place_of_the_old(before: list[str], new: str, then: list[str]) -> None:
     """The replaced version is kept, and the one kept before is unloaded."""
     assert then == shown(introduce_model(served(*before), model(new), NOW))
+
+
+def test_an_alias_has_one_name() -> None:
+    """All versions of the name share it, and the name that had it before loses it."""
+    models = assign_aliases(served("a@2 current", "a@1 previous", "b@1 current"), "a", ["x", "y"])
+    assert [("x", "y"), ("x", "y"), ()] == [model.aliases for model in models]
+    models = assign_aliases(models, "b", ["y"])
+    assert [("x",), ("x",), ("y",)] == [model.aliases for model in models]
 
 
 def test_a_resident_stays() -> None:

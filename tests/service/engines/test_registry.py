@@ -145,11 +145,13 @@ class Shelf:
         self.engines = Engines(cast(Device, device), cast(Any, None), cast(Any, None))
         self.texts = texts
 
-    async def adopt(self, **states: ServingState) -> None:
+    async def adopt(self, *aliases: str, **states: ServingState) -> None:
         """Adopt versions, by their states."""
         texts = {f"tiny@{version}": called(self.texts, version) for version in states}
         models = tuple(
-            ServedModel(f"tiny@{version}", "", f"hash of {version}", state, 0.0, RUNS_ON)
+            ServedModel(
+                f"tiny@{version}", "", f"hash of {version}", state, 0.0, RUNS_ON, aliases=aliases
+            )
             for version, state in states.items()
         )
         await self.engines.adopt(models, texts)
@@ -175,6 +177,16 @@ async def test_the_current_one_answers_for_its_name(shelf: Shelf) -> None:
         UnknownModel, match="no model 'tiny@one'; served here: tiny@three, tiny@two"
     ):
         get("tiny@one")
+
+
+async def test_aliases_and_unknown_names(shelf: Shelf) -> None:
+    """An alias reaches the current version; names of models are never hidden; other names get what the rule says."""
+    await shelf.adopt("BAAI/bge-m3", "tiny@one", one="previous", two="current")
+    get = shelf.engines.get
+    assert ["tiny@two", "tiny@one"] == [get("BAAI/bge-m3").id, get("tiny@one").id]
+    with pytest.raises(UnknownModel, match="no model 'gpt'; served here: tiny@one, tiny@two, BAAI"):
+        get("gpt")
+    assert "tiny@two" == get("gpt", "default").id
 
 
 async def test_engines_stay_what_they_are(shelf: Shelf) -> None:

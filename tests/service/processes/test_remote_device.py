@@ -606,7 +606,8 @@ async def test_metrics_wait_for_a_device() -> None:
 
 
 def model(name: str, state: ServingState = "current") -> ServedModel:
-    return ServedModel(name, f"/models/{name}", "0123", state, 12.5, RUNS_ON)
+    aliases = ("BAAI/bge-m3",)
+    return ServedModel(name, f"/models/{name}", "0123", state, 12.5, RUNS_ON, aliases=aliases)
 
 
 @pytest.fixture(scope="module")

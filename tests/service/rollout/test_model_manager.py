@@ -111,7 +111,13 @@ async def curated(
     first = save_version(tiny_bundle, tmp_path / "first", "1")
     models_dir = tmp_path / "models"
     models_dir.mkdir()
-    settings = Settings(bundles=(first,), provider="cpu", threads=1, models_dir=models_dir)
+    settings = Settings(
+        bundles=(first,),
+        provider="cpu",
+        threads=1,
+        models_dir=models_dir,
+        aliases={"BAAI/bge-m3": "tiny", "gpt": "huge"},
+    )
     metrics = Metrics()
     async with open_device(settings, metrics) as device:
         made = Curated(tiny_bundle, models_dir, device, settings, metrics)
@@ -132,6 +138,19 @@ async def test_a_new_version_answers_and_the_old_one_is_kept(curated: Curated) -
         answer["previous"]["id"],
         answer["unloading"],
     )
+
+
+async def test_aliases(curated: Curated, lines: list[EventDict]) -> None:
+    """They come from the settings, stay with the name through new versions, and change by a command."""
+    (warning,) = [line for line in lines if line["event"] == "alias of no served model"]
+    assert ("gpt", "huge", ["tiny"]) == (warning["alias"], warning["model"], warning["served"])
+    curated.save("2")
+    assert ("BAAI/bge-m3",) == (await curated.load("2"))["model"]["aliases"]
+    assert [("BAAI/bge-m3",)] * 2 == [model.aliases for model in curated.manager.models]
+    await curated.load("2", aliases=["bge"])
+    assert [("bge",)] * 2 == [model.aliases for model in curated.subscriber.adopted[-1]]
+    kept = curated.reports[-1]["resume"]["models"]
+    assert [("bge",)] * 2 == [model["aliases"] for model in kept]
 
 
 async def test_only_one_old_version_is_kept(curated: Curated) -> None:

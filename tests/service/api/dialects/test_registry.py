@@ -3,11 +3,15 @@
 import re
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from service import errors
+from service.api.app import create_app
 from service.api.dialects.registry import DIALECTS, KEPT, NATIVE, Dialect, Paths
 from service.api.native_routes import Route
 from service.errors import (
@@ -18,7 +22,10 @@ from service.errors import (
     UnsupportedEncoding,
 )
 from service.keys import Key, digest
-from service.settings import RootDialect
+from service.observability.metrics import Metrics
+from service.processes.single_process import open_local_engines
+from service.settings import RootDialect, Settings
+from tests.service.conftest import living
 
 Connect = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
 BODY = {"inputs": "a text"}
@@ -63,6 +70,63 @@ def test_paths(root: RootDialect, method: str, path: str, expected: str, form: s
     forms = {dialect.error_form: dialect.prefix for dialect in DIALECTS}
     found, error_form = Paths(root).resolve(method, path)
     assert (expected, form) == (found, forms.get(error_form, NATIVE))
+
+
+# A request of each API for a model that the client invents.
+INVENTED = {
+    "/embed": {"inputs": "a"},
+    "/v1/embeddings": {"input": "a"},
+    "/v1/rerank": {"query": "a", "documents": ["b"]},
+    "/cohere/v2/embed": {"texts": ["a"]},
+    "/infinity/embeddings": {"input": "a"},
+    "/vllm/pooling": {"input": "a"},
+    "/hf/pipeline/feature-extraction": {"inputs": "a"},
+    "/hf": {"inputs": "a", "normalize": True},
+    "/hf/models/BAAI/bge/pipeline/feature-extraction": {"inputs": "a"},
+    "/v2/models/BAAI/bge/infer": {
+        "inputs": [{"name": "text", "datatype": "BYTES", "shape": [1], "data": ["a"]}]
+    },
+    "/v2/models/BAAI/bge/versions/2/infer": {
+        "inputs": [{"name": "text", "datatype": "BYTES", "shape": [1], "data": ["a"]}]
+    },
+}
+TEI = {
+    "/tei": {"inputs": "a"},
+    "/tei/embed": {"inputs": "a"},
+    "/tei/predict": {"inputs": "a"},
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "by_tei", "by_others"),
+    [
+        ({}, 200, 404),
+        ({"unknown_model": "default"}, 200, 200),
+        ({"unknown_model": "refuse"}, 404, 404),
+        ({"root_dialect": "tei"}, 200, 200),
+        ({"aliases": {"BAAI/bge": "tasks", "BAAI/bge@2": "tasks"}}, 200, 200),
+    ],
+)
+async def test_an_invented_model(
+    tasks_bundle: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    by_tei: int,
+    by_others: int,
+) -> None:
+    """Only TEI's API accepts any name, unless the settings say otherwise; a service in TEI's place does so, too."""
+    monkeypatch.setattr("service.engines.local_device.WARM_UP_S", 0.001)
+    chosen = Settings(bundles=(tasks_bundle,), provider="cpu", threads=1, **settings)
+    metrics = Metrics()
+    app = create_app(chosen, partial(open_local_engines, metrics), metrics)
+    async with living(app) as client:
+        for bodies, expected in ((TEI, by_tei), (INVENTED, by_others)):
+            for path, body in bodies.items():
+                named = body if "BAAI" in path else {**body, "model": "BAAI/bge"}
+                response = await client.post(path, json=named)
+                status = 404 if response.status_code == 400 else response.status_code
+                assert expected == status, (path, response.text)
+                assert status == 200 or "no model 'BAAI/bge" in response.text
 
 
 async def test_root_dialect(client_with: Connect) -> None:
