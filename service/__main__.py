@@ -141,7 +141,7 @@ def reserve(host: str, port: int) -> socket.socket:
     """Bind the port of gRPC, on which each HTTP process listens itself. Exits as `bind` does, and without the extra."""
     if importlib.util.find_spec("grpc") is None:
         raise fail(
-            "grpc_port needs the extra grpc: pip install grpcio protobuf, or leave grpc_port unset",
+            "grpc_port needs the extra grpc: pip install grpcio, or leave grpc_port unset",
             2,
         )
     reserved = bind(host, port)

@@ -6,7 +6,6 @@ not depend on how a bundle is made or served.
 
 import hashlib
 import math
-import mmap
 import os
 import re
 import shutil
@@ -35,6 +34,7 @@ from pydantic import (
 from service.core.cuda import CUDA
 from service.core.device_kind import DeviceKind
 from service.core.device_table import check_name
+from service.core.graph_files import external_files
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 5  # of manifests; the formats before it were not released
@@ -62,9 +62,6 @@ PER_TOKEN: frozenset[str] = frozenset({"ner", "qa", "late-interaction"})  # one 
 VECTORS: frozenset[str] = frozenset({"embedding", "late-interaction", "sparse-embedding"})
 
 MOST_GOLDEN_BYTES = 2**28  # of all arrays, uncompressed
-# In a graph's file: the name of a file with external data, after ONNX's field `external_data`, key "location". The
-# last byte is the length of the name.
-EXTERNAL_DATA = re.compile(rb"\x0a\x08location\x12(.)", re.DOTALL)
 
 WORD = "[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 NAME = FILE = f"^{WORD}$"
@@ -588,16 +585,14 @@ def _check_file(folder: Path, name: str, expected: str) -> None:
 def _check_external_data(folder: Path, graph: Graph) -> None:
     """Raise BundleError for a graph that reads another file than the weights that the manifest names."""
     allowed = {graph.weights.file} if graph.weights else set()
-    path = folder / graph.file
-    with path.open("rb") as file:
-        if not path.stat().st_size:
-            return  # an empty file cannot be mapped
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            for found in EXTERNAL_DATA.finditer(content):
-                name = content[found.end() : found.end() + found[1][0]]
-                if name.decode("utf-8", "replace") not in allowed:
-                    reason = f"{graph.file} reads {name!r}, which is not its weights file"
-                    raise BundleError(folder, reason)
+    try:
+        others = external_files((folder / graph.file).read_bytes()) - allowed
+    except ValueError as error:
+        raise BundleError(folder, f"{graph.file} cannot be read: {error}") from None
+    if others:
+        raise BundleError(
+            folder, f"{graph.file} reads {min(others)!r}, which is not its weights file"
+        )
 
 
 def _read_golden(folder: Path, manifest: Manifest) -> Golden:

@@ -332,6 +332,8 @@ def open_graph(graph: Path | bytes, kind: DeviceKind, options: SessionOptions) -
     # Shapes differ from batch to batch, so memory patterns would accumulate.
     settings.enable_mem_pattern = False
     settings.log_severity_level = ERRORS
+    # Another format, which the runtime takes by the name of the file, may name files that `graph_files` does not find.
+    settings.add_session_config_entry("session.load_model_format", "ONNX")
     others = [] if kind is CPU else [CPU.provider]
     providers = [(kind.provider, kind.options), *others]
     source = graph if isinstance(graph, bytes) else str(graph)

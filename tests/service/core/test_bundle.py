@@ -60,8 +60,11 @@ EMBEDDING: dict[str, dict[str, Any]] = {
 def write(folder: Path) -> dict[str, Any]:
     """Write a bundle's files but for the manifest, which is returned."""
     folder.mkdir(exist_ok=True)
-    for name in ("tokenizer.json", "weights.bin", *(graph[0] for graph in GRAPHS)):
+    for name in ("tokenizer.json", "weights.bin"):
         (folder / name).write_text(f"what {name} holds")
+    for name, *_ in GRAPHS:
+        graph = onnx.ModelProto(producer_name=name)
+        (folder / name).write_bytes(graph.SerializeToString())
     bundle.save_golden(folder / "golden.npz", GOLDEN)
 
     def described(name: str) -> dict[str, str]:
@@ -111,6 +114,29 @@ def refusal(folder: Path) -> str:
     assert str(error) == f"{folder}: {error.reason}"
     assert "\n" not in str(error)
     return error.reason
+
+
+def _in_node(**value: Any) -> onnx.NodeProto:
+    return onnx.NodeProto(attribute=[onnx.AttributeProto(name="a", **value)])
+
+
+def _in_graph(**parts: Any) -> onnx.ModelProto:
+    return onnx.ModelProto(graph=onnx.GraphProto(**parts))
+
+
+# Where a model may have a tensor.
+PLACES: dict[str, Callable[[onnx.TensorProto], onnx.ModelProto]] = {
+    "initializer": lambda t: _in_graph(initializer=[t]),
+    "sparse": lambda t: _in_graph(sparse_initializer=[onnx.SparseTensorProto(indices=t)]),
+    "constant": lambda t: _in_graph(node=[_in_node(t=t)]),
+    "constants": lambda t: _in_graph(node=[_in_node(tensors=[t])]),
+    "subgraph": lambda t: _in_graph(node=[_in_node(g=onnx.GraphProto(initializer=[t]))]),
+    "subgraphs": lambda t: _in_graph(node=[_in_node(graphs=[onnx.GraphProto(initializer=[t])])]),
+    "function": lambda t: onnx.ModelProto(functions=[onnx.FunctionProto(node=[_in_node(t=t)])]),
+    "training": lambda t: onnx.ModelProto(
+        training_info=[onnx.TrainingInfoProto(algorithm=onnx.GraphProto(initializer=[t]))]
+    ),
+}
 
 
 class TestLoad:
@@ -407,20 +433,34 @@ class TestFiles:
 
         assert "the golden tolerance for int8 is empty" == refusal(save(folder, manifest))
 
-    def test_external_data(self, folder: Path) -> None:
-        """A graph that reads another file than its weights is refused, since no hash covers that file."""
-        for name, allowed in (("weights.bin", True), ("other.bin", False)):
-            entry = onnx.StringStringEntryProto(key="location", value=name)
-            tensor = onnx.TensorProto(name="w", data_location=1, external_data=[entry])
-            graph = onnx.ModelProto(graph=onnx.GraphProto(initializer=[tensor]))
-            (folder / "packed.onnx").write_bytes(graph.SerializeToString())
-            manifest = json.loads(loaded_text(folder))
-            manifest["graphs"][0].update(bundle.describe_file(folder / "packed.onnx"))
-            save(folder, manifest)
-            if allowed:
-                bundle.load(folder)
-            else:
-                assert "packed.onnx reads b'other.bin'" in refusal(folder)
+    @pytest.mark.parametrize("name", ["weights.bin", "other.bin"])
+    @pytest.mark.parametrize("place", PLACES)
+    @pytest.mark.parametrize("value_first", [True, False])
+    def test_external_data(self, place: str, value_first: bool, name: str, folder: Path) -> None:
+        """A graph that reads another file than its weights is refused wherever it names the file."""
+        entry = onnx.StringStringEntryProto(key="location", value=name)
+        tensor = onnx.TensorProto(name="w", data_location=1, external_data=[entry])
+        text = PLACES[place](tensor).SerializeToString()
+        key, value = b"\x0a\x08location", b"\x12" + bytes([len(name)]) + name.encode()
+        if value_first:  # which every parser of the format accepts
+            assert key + value in text
+            text = text.replace(key + value, value + key)
+        (folder / "packed.onnx").write_bytes(text)
+        manifest = json.loads(loaded_text(folder))
+        manifest["graphs"][0].update(bundle.describe_file(folder / "packed.onnx"))
+        save(folder, manifest)
+        if name == "weights.bin":
+            bundle.load(folder)
+        else:
+            assert "packed.onnx reads 'other.bin', which is not its weights" in refusal(folder)
+
+    def test_no_graph(self, folder: Path) -> None:
+        """A graph's file that protobuf cannot parse is named."""
+        (folder / "packed.onnx").write_bytes(b"this is none")
+        manifest = json.loads(loaded_text(folder))
+        manifest["graphs"][0].update(bundle.describe_file(folder / "packed.onnx"))
+
+        assert "packed.onnx cannot be read: not an ONNX model" in refusal(save(folder, manifest))
 
     def test_other_files(self, folder: Path) -> None:
         """Files that the manifest does not name, such as a model card, are ignored."""
