@@ -17,7 +17,7 @@ from typing import Any
 
 from model.data import checksums
 from model.data.corpus import documents, sentences
-from model.data.text_files import write_gzip
+from service.core.data_files.text_files import write_gzip
 
 PASSAGE = (50, 200)  # words
 SENTENCE = (6, 50)  # words of a sentence that becomes a question

@@ -18,14 +18,13 @@ import numpy as np
 from model import evaluate
 from model.checkpoints.source import read_source
 from model.data import checksums, examples
-from model.data.checksums import DataError
 from model.data.corpus import documents, sentences
-from model.data.file_records import parse_json
 from model.data.labelled_rows import Sentence, Text
-from model.data.text_files import read_lines, write_gzip
 from model.heads import EncoderWithHeads
 from model.training import optim
 from service.core import bundle, decode, tags
+from service.core.data_files.rows import parse_json
+from service.core.data_files.text_files import DataError, read_lines, write_gzip
 from service.core.encode import Encoder
 
 WORDS = (4, 60)  # of a text

@@ -14,12 +14,9 @@ from typing import Annotated
 from pydantic import StringConstraints
 
 from service.core import bundle
+from service.core.data_files.text_files import DataError
 
 LOCK = Path(__file__).parents[1] / "datasets.toml"
-
-
-class DataError(ValueError):
-    """Data that cannot be used; the message names the file, and the line or question."""
 
 
 class Locked(bundle.DataSet):

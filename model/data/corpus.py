@@ -16,10 +16,11 @@ import tokenizers
 from numpy.typing import NDArray
 
 from model.data import checksums
-from model.data.text_files import OPENERS, read_lines
+from service.core.data_files.text_files import COMPRESSED, read_lines
 from service.core.encode import load_tokenizer
 from service.core.packing import Ints
 
+SUFFIXES = (*COMPRESSED, ".txt")
 VERSION = 3  # of the rules for splitting and tokenizing text, part of the cache's name
 
 FEWEST_DOCUMENTS = 20  # of fewer documents none are held out
@@ -50,7 +51,7 @@ def corpus_files(paths: list[str]) -> list[Path]:
         if not path.is_dir():
             files.append(path)
             continue
-        texts = [file for file in sorted(path.iterdir()) if file.suffix in OPENERS]
+        texts = [file for file in sorted(path.iterdir()) if file.suffix in SUFFIXES]
         files += [file for file in texts if ".titles." not in file.name]
     return files
 
@@ -58,8 +59,8 @@ def corpus_files(paths: list[str]) -> list[Path]:
 def documents(files: Iterable[Path]) -> Iterator[list[str]]:
     """Yield the paragraphs of each document in `.txt`, `.gz` and `.xz` files. Raises DataError as `read_lines` does."""
     for path in files:
-        if path.suffix not in OPENERS:
-            raise ValueError(f"{path}: the corpus is read from {', '.join(OPENERS)} files")
+        if path.suffix not in SUFFIXES:
+            raise ValueError(f"{path}: the corpus is read from {', '.join(SUFFIXES)} files")
         stripped = (line.strip() for _, line in read_lines(path))
         for blank, lines in itertools.groupby(stripped, key=lambda line: not line):
             if not blank:

@@ -24,12 +24,13 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from model.attention import PackedLayout
-from model.data import row_warnings, sources
+from model.data import row_warnings
 from model.data.labelled_rows import DataError, QuestionRow, Sentence, Text
 from model.data.labelled_rows import read as read_rows
 from model.heads import IGNORE_INDEX, Inputs
 from model.run_settings import RunSettings, check_choice, setting
 from service.core import bundle, packing, tags
+from service.core.data_files import sources
 from service.core.encode import Encoded, Encoder, Encoding, Window
 from service.core.packing import Ints
 

@@ -4,32 +4,18 @@ A record is the place of a row, for messages, and its fields. Only fields that t
 table are text; a cell with a list is JSON, or words (`tokens`, `tags`) or names separated by commas (`labels`).
 """
 
-import functools
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from model.data import columns, tables
-from model.data.checksums import DataError
-from model.data.text_files import read_lines, read_text
+from service.core.data_files import rows
+from service.core.data_files.columns import Needs, choose, fits
+from service.core.data_files.rows import Format
+from service.core.data_files.text_files import DataError
 
-Format = Literal["csv", "tsv", "jsonl", "json", "parquet", "conll"]
 MULTI_LABEL = "multi_label_classification"
-# The format by the end of a file's name, without .gz and .xz.
-SUFFIXES: dict[str, Format] = {
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "json",
-    ".parquet": "parquet",
-    ".conll": "conll",
-    ".bio": "conll",
-    ".iob": "conll",
-    ".iob2": "conll",
-}
 
 
 class Fields(dict[str, Any]):
@@ -43,79 +29,53 @@ class Fields(dict[str, Any]):
 Record = tuple[str, Fields]
 
 
-def format_of(path: Path, task: str) -> Format:
+def format_of(path: Path, needs: Needs) -> Format:
     """Return the format of a file: by its name, else by its first line."""
-    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in (".gz", ".xz")]
-    known = next((SUFFIXES[suffix] for suffix in reversed(suffixes) if suffix in SUFFIXES), None)
-    if known == "conll" and task != "ner":
-        raise DataError(f"{path}: CoNLL files are for ner, not for {task}")
-    if known == "tsv" and task == "ner":
-        return (
-            "tsv"
-            if columns.fits(task, _recognized(task, _first_line(path).split("\t"), ""))
-            else "conll"
-        )
+    known, is_ner = rows.named_format(path), needs.task == "ner"
+    if known == "conll" and not is_ner:
+        raise DataError(f"{path}: CoNLL files are for ner, not for {needs.task}")
+    if known == "tsv" and is_ner:
+        names = rows.first_line(path).split("\t")
+        return "tsv" if fits(needs, rows.recognized(needs, names)) else "conll"
     if known:
         return known
-    first = _first_line(path).lstrip()
-    if first.startswith(("{", "[")) and (task != "ner" or _is_json(first)):
+    first = rows.first_line(path).lstrip()
+    if first.startswith(("{", "[")) and (not is_ner or rows.is_json(first)):
         return "json"
-    return "conll" if task == "ner" else "csv"
+    return "conll" if is_ner else "csv"
 
 
-def _first_line(path: Path) -> str:
-    return next((line for _, line in read_lines(path) if line.strip()), "")
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
-
-
-# -- tables -----------------------------------------------------------------------------------------------------------
-
-
-def read_table(path: Path, task: str, query: str, problem_type: str | None) -> Iterator[Record]:
-    """Yield the rows of a CSV or TSV file; an empty cell is a missing field.
+def read_table(path: Path, needs: Needs, query: str, problem_type: str | None) -> Iterator[Record]:
+    """Yield the rows of a CSV or TSV file; an empty cell is a missing field, and a row of empty cells is none.
 
     query: the columns that the source names
     Raises DataError naming file, line, column and value.
     """
-    named = columns.named(str(path), task, query) if query else {}
-
-    def fits(names: Sequence[str]) -> bool:
-        found = named if {*named.values()} <= {*names} else {}
-        return columns.fits(task, found if query else _recognized(task, names, query))
-
-    line, names, rows = tables.read_table(path, fits)
-    if not names:
-        return
-    header = f"{path}:{line}: the first line, which names the columns"
-    chosen = columns.choose(header, task, [name for name in names if name], query)
-    places = {field: names.index(name) for field, name in chosen.items()}
-    readers = {field: _cell_reader(field, problem_type) for field in chosen}
-    for number, cells in rows:
+    table = rows.open_table(path, needs, query)
+    readers = {field: _cell_reader(field, problem_type) for field in table.chosen}
+    for where, cells in table.rows:
+        if not any(map(str.strip, cells)):
+            continue
         fields = {}
-        for field, place in places.items():
+        for field, place in table.places.items():
             try:
                 value = readers[field](cells[place])
             except ValueError as error:
-                shown = f"{chosen[field]} may not be {cells[place]!r}"
-                raise DataError(f"{path}:{number}: {shown}: {error}") from None
+                shown = f"{table.chosen[field]} may not be {cells[place]!r}"
+                raise DataError(f"{where}: {shown}: {error}") from None
             if value is not None:
                 fields[field] = value
-        yield f"{path}:{number}", Fields(fields, chosen)
+        yield where, Fields(fields, table.chosen)
 
 
-def _recognized(task: str, names: Sequence[str], query: str) -> dict[str, str]:
-    """Return the columns with usual names; none where two have one name."""
-    try:
-        return columns.recognize(task, tuple(names))
-    except DataError:
-        return {}
+def read_objects(path: Path, needs: Needs, query: str, *, lines: bool) -> Iterator[Record]:
+    """Yield the rows of a JSON file. Raises DataError naming the place.
+
+    lines: whether the file has one JSON object per line
+    """
+    for where, row in rows.read_objects(path, None if lines else rows.read_document(path)):
+        chosen = choose(where, needs, tuple(row), query)
+        yield where, Fields({field: row[name] for field, name in chosen.items()}, chosen)
 
 
 def _cell_reader(field: str, problem_type: str | None) -> Callable[[str], Any]:
@@ -158,87 +118,3 @@ def _number(cell: str) -> float:
     if not math.isfinite(number):
         raise ValueError("a finite number is needed")
     return number
-
-
-# -- JSON -------------------------------------------------------------------------------------------------------------
-
-
-def read_json_lines(path: Path, task: str, query: str) -> Iterator[Record]:
-    """Yield the rows of a file with one JSON object per line. Raises DataError naming the line."""
-    for number, line in read_lines(path):
-        if line.strip():
-            where = f"{path}:{number}"
-            yield _record(where, task, query, parse_json(where, line))
-
-
-def read_document(path: Path) -> Any:
-    """Return the JSON document of a file; None for JSON lines.
-
-    Raises DataError with line and column for other text.
-    """
-    text = read_text(path)
-    try:
-        return json.loads(text, object_pairs_hook=_object)
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data":
-            return None
-        first = text.lstrip().partition("\n")[0]
-        if _is_json(first):  # lines, of which a later one is wrong
-            return None
-        raise DataError(
-            f"{path}:{error.lineno}: column {error.colno}: not JSON: {error.msg}"
-        ) from None
-    except ValueError as error:
-        raise DataError(f"{path}: {error}") from None
-
-
-def document_records(path: Path, task: str, query: str, document: Any) -> Iterator[Record]:
-    """Yield the rows of a JSON document: a list of objects, an object with such a list in `data`, or one object."""
-    rows = document.get("data", [document]) if isinstance(document, dict) else document
-    if not isinstance(rows, list):
-        raise DataError(f"{path}: not a list of JSON objects, nor an object with one in 'data'")
-    for number, row in enumerate(rows, start=1):
-        where = f"{path}: row {number}"
-        if not isinstance(row, dict):
-            raise DataError(f"{where}: not a JSON object")
-        yield _record(where, task, query, row)
-
-
-def parse_json(where: str, text: str) -> dict[str, Any]:
-    """Return a JSON object. Raises DataError naming the place."""
-    try:
-        document = json.loads(text, object_pairs_hook=_object)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: column {error.colno}: not JSON: {error.msg}") from None
-    except ValueError as error:
-        raise DataError(f"{where}: {error}") from None
-    if not isinstance(document, dict):
-        raise DataError(f"{where}: not a JSON object")
-    return document
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object. Raises ValueError where two of its fields have one name."""
-    document = dict(pairs)
-    if len(document) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"two fields are called {twice!r}: rename one of them")
-    return document
-
-
-def _record(where: str, task: str, query: str, row: dict[str, Any]) -> Record:
-    chosen = _row_columns(where, task, tuple(row), query)
-    return where, Fields({field: row[name] for field, name in chosen.items()}, chosen)
-
-
-def _row_columns(where: str, task: str, names: tuple[str, ...], query: str) -> dict[str, str]:
-    try:
-        return _known_columns(task, names, query)
-    except DataError:
-        return columns.choose(where, task, names, query)
-
-
-@functools.lru_cache(maxsize=1024)  # rows of a file have few sets of fields
-def _known_columns(task: str, names: tuple[str, ...], query: str) -> dict[str, str]:
-    return columns.choose("", task, names, query)

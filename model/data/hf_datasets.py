@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from model.data import columns, sources
-from model.data.checksums import DataError
+from service.core.data_files import columns, sources
+from service.core.data_files.columns import Needs
+from service.core.data_files.text_files import DataError
 
 PREFIX = sources.HUB
 UNLABELLED = object()
@@ -26,7 +27,9 @@ NAME = re.compile(
 )
 
 
-def records(name: str, task: str, *, numbers: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+def records(
+    name: str, needs: Needs, *, numbers: bool = False
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the place of each row, for messages, and its fields by our names.
 
     numbers: whether a label is its number and not its name
@@ -37,11 +40,11 @@ def records(name: str, task: str, *, numbers: bool = False) -> Iterator[tuple[st
     if not match:
         raise DataError(f"{name}: not hub:OWNER/NAME[:CONFIG]/SPLIT[@REVISION][?OURS=THEIRS&...]")
     loaded = _load(name, match["path"], match["config"], match["split"], match["revision"])
-    yield from _rows(name, task, loaded, match["columns"] or "", numbers)
+    yield from _rows(name, needs, loaded, match["columns"] or "", numbers)
 
 
 def parquet_records(
-    path: Path, task: str, query: str, *, numbers: bool = False
+    path: Path, needs: Needs, query: str, *, numbers: bool = False
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the rows of a Parquet file as `records` does. Raises DataError for a file that is none."""
     try:
@@ -57,13 +60,13 @@ def parquet_records(
         loaded = datasets.Dataset.from_parquet(str(path))
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise DataError(f"{path}: {_in_one_line(error)}") from None
-    yield from _rows(str(path), task, loaded, query, numbers)
+    yield from _rows(str(path), needs, loaded, query, numbers)
 
 
 def _rows(
-    name: str, task: str, loaded: Any, query: str, numbers: bool
+    name: str, needs: Needs, loaded: Any, query: str, numbers: bool
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    found = _columns(name, task, loaded.features, query)
+    found = _columns(name, needs, loaded.features, query)
     read = {ours: _reader(loaded.features[theirs], numbers) for ours, theirs in found.items()}
     unlabelled = (UNLABELLED,) if numbers else (UNLABELLED, -1)
     for index, row in enumerate(loaded.select_columns(sorted({*found.values()}))):
@@ -88,10 +91,10 @@ def _load(name: str, path: str, config: str | None, split: str, revision: str | 
         raise DataError(f"{name}: {_in_one_line(error)}") from None
 
 
-def _columns(name: str, task: str, features: Mapping[str, Any], query: str) -> dict[str, str]:
+def _columns(name: str, needs: Needs, features: Mapping[str, Any], query: str) -> dict[str, str]:
     """Return the data set's columns by our names: those in the data set's name, else those with usual names."""
-    found = dict(columns.choose(name, task, list(features), query))
-    label = "" if query or task != "embedding" or "score" in found else found.get("label")
+    found = dict(columns.choose(name, needs, list(features), query))
+    label = "" if query or needs.task != "embedding" or "score" in found else found.get("label")
     if label and _is_float(features[label]):
         found["score"] = found.pop("label")
     return found

@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from model.data import checksums, columns, file_records, hf_datasets, sources
-from model.data.checksums import DataError
+from model.data import checksums, file_records, hf_datasets
 from model.data.file_records import Fields
-from model.data.text_files import read_lines
+from service.core.data_files import columns, sources
+from service.core.data_files.text_files import DataError, read_lines
 
 SAME = ("entailment", "duplicate", "paraphrase")  # labels of pairs with the same meaning
 TAG = re.compile(r"O|[BIESULM]-.+")  # BIO, IOB1, BIOES, BILOU
@@ -110,8 +110,8 @@ def read(
     labels: the names of tags that are numbers
     Raises DataError naming file and line, also for no rows, and for a file that differs from its lock.
     """
-    if task not in columns.FIELDS:
-        raise ValueError(f"task {task!r} is none of {', '.join(columns.FIELDS)}")
+    if task not in columns.TRAINING:
+        raise ValueError(f"task {task!r} is none of {', '.join(columns.TRAINING)}")
     rows: list[Any] = []
     missing: list[MissingFieldError] = []
     make, records = _open(str(source), task, problem_type, labels)
@@ -141,32 +141,24 @@ def _open(
 ) -> tuple[Callable[..., Any], Iterable[tuple[Any, ...]]]:
     """Return the records of a source, and a function from a record to a row, or None for one to leave out."""
     file, query = sources.split(source)
-    path = Path(file)
+    path, needs = Path(file), columns.TRAINING[task]
     numbers = problem_type == "regression"
     records: Iterator[tuple[str, dict[str, Any]]]
     if sources.is_hub(source):
-        records = hf_datasets.records(source, task, numbers=numbers)
+        records = hf_datasets.records(source, needs, numbers=numbers)
     else:
         checksums.check(path)
-        match file_records.format_of(path, task):
+        match file_records.format_of(path, needs):
             case "conll":
-                _check_no_columns(path, query)
+                if query:
+                    raise DataError(f"{path}: has no named columns, which ?{query} could select")
                 return _unchanged, ((row,) for row in _sentences(path))
-            case "csv" | "tsv":
-                records = file_records.read_table(path, task, query, problem_type)
             case "parquet":
-                records = hf_datasets.parquet_records(path, task, query, numbers=numbers)
-            case "jsonl":
-                records = file_records.read_json_lines(path, task, query)
-            case "json":
-                document = file_records.read_document(path)
-                if task == "qa" and _is_squad(document):
-                    _check_no_columns(path, query)
-                    return _unchanged, ((row,) for row in _questions(path, document))
-                if document is None:
-                    records = file_records.read_json_lines(path, task, query)
-                else:
-                    records = file_records.document_records(path, task, query, document)
+                records = hf_datasets.parquet_records(path, needs, query, numbers=numbers)
+            case "jsonl" | "json" as kind:
+                records = file_records.read_objects(path, needs, query, lines=kind == "jsonl")
+            case _:
+                records = file_records.read_table(path, needs, query, problem_type)
     match task:
         case "classification":
             return functools.partial(_text, problem_type=problem_type), records
@@ -179,25 +171,8 @@ def _open(
             return functools.partial(_related, scores=_range(file, every)), every
 
 
-def _check_no_columns(path: Path, query: str) -> None:
-    if query:
-        raise DataError(f"{path}: has no named columns, which columns or ?{query} could select")
-
-
 def _unchanged(row: Any) -> Any:
     return row
-
-
-def _is_squad(document: Any) -> bool:
-    """Return whether a document has articles with paragraphs, and not a list of questions."""
-    articles = document.get("data") if isinstance(document, dict) else None
-    flat = (
-        isinstance(articles, list)
-        and articles
-        and isinstance(articles[0], dict)
-        and "question" in articles[0]
-    )
-    return articles is not None and not flat
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
@@ -305,43 +280,16 @@ def to_bio(tags: Sequence[str]) -> list[str]:
     return converted
 
 
-def _questions(path: Path, document: dict[str, Any]) -> Iterator[QuestionRow]:
-    """Yield the questions of a SQuAD document."""
-    for article in _objects(str(path), document, "data"):
-        for paragraph in _objects(str(path), article, "paragraphs"):
-            for entry in _objects(str(path), paragraph, "qas"):
-                where = f"{path}: question {entry.get('id')!r}"
-                answers = [] if entry.get("is_impossible") else _objects(where, entry, "answers")
-                yield QuestionRow(
-                    where,
-                    _get(where, entry, "question"),
-                    _get(where, paragraph, "context"),
-                    tuple(_answer(where, answer) for answer in answers),
-                )
-
-
-def _objects(where: str, row: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    """Return a list of objects, empty if it is absent. Raises DataError for anything else."""
-    found: list[dict[str, Any]] = _get(where, {name: [], **row}, name, kind=list)
-    if not all(isinstance(each, dict) for each in found):
-        raise DataError(f"{where}: {name} must be a list of JSON objects")
-    return found
-
-
 def _question(where: str, row: dict[str, Any]) -> QuestionRow:
     """Return the question of a row.
 
-    Its answers are a list of objects, or an object of lists; or there is one answer with its start, or none.
+    Its answers are a list of objects, or an object of lists; or there is one answer with its start. There is no answer
+    where `is_impossible` is true, and where an answer is empty.
     """
     question, context = _get(where, row, "question"), _get(where, row, "context")
-    if "answers" not in row:
-        answers: Any = []
-        if row.get("answer"):
-            answers = [{"text": row["answer"], "answer_start": row.get("answer_start")}]
-        return QuestionRow(
-            where, question, context, tuple(_answer(where, each) for each in answers)
-        )
-    answers = _get(where, row, "answers", kind=dict | list)
+    answers: Any = [{"text": row.get("answer") or "", "answer_start": row.get("answer_start")}]
+    if "answers" in row:
+        answers = _get(where, row, "answers", kind=dict | list)
     if isinstance(answers, dict):
         texts, starts = (_get(where, answers, n, kind=list) for n in ("text", "answer_start"))
         if len(texts) != len(starts):
@@ -349,9 +297,18 @@ def _question(where: str, row: dict[str, Any]) -> QuestionRow:
         answers = [{"text": t, "answer_start": s} for t, s in zip(texts, starts, strict=True)]
     if not all(isinstance(answer, dict) for answer in answers):
         raise DataError(f"{where}: answers must be JSON objects with text and answer_start")
-    return QuestionRow(
-        where, question, context, tuple(_answer(where, answer) for answer in answers)
-    )
+    if _is_impossible(where, row.get("is_impossible")):
+        answers = []
+    found = tuple(_answer(where, answer) for answer in answers if answer.get("text") != "")
+    return QuestionRow(where, question, context, found)
+
+
+def _is_impossible(where: str, value: Any) -> bool:
+    """Return the value of `is_impossible`, which may be text. Raises DataError for anything but true and false."""
+    known = {"none": False, "false": False, "0": False, "true": True, "1": True}
+    if (name := str(value).strip().lower()) not in known:
+        raise DataError(f"{where}: is_impossible may not be {value!r}: true or false")
+    return known[name]
 
 
 def _answer(where: str, answer: dict[str, Any]) -> tuple[str, int]:

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.data import checksums, sources
+from model.data import checksums
 from model.data.corpus import corpus_files
 from model.run_settings import RunSettings
+from service.core.data_files import sources
 
 SETTINGS, RECORD, STATE = "settings.json", "record.json", "last.pt"
 CHECKPOINT_RECORD = "training_settings.json"

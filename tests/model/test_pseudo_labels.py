@@ -13,9 +13,9 @@ from model import pseudo_labels
 from model.checkpoints import writer
 from model.checkpoints.source import read_source
 from model.data import labelled_rows
-from model.data.text_files import read_text, write_gzip
 from model.heads import EncoderWithHeads
 from service.core import bundle, decode
+from service.core.data_files.text_files import read_text, write_gzip
 from service.core.encode import Encoder
 from tests.model.helpers import perturb, shape
 

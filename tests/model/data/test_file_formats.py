@@ -11,8 +11,9 @@ from typing import Any
 import datasets
 import pytest
 
-from model.data import columns, labelled_rows
+from model.data import labelled_rows
 from model.data.labelled_rows import DataError, QuestionRow, Sentence, Similar, Text
+from service.core.data_files import columns
 
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "training.md"
 
@@ -288,16 +289,15 @@ def test_tags_that_are_numbers(tmp_path: Path) -> None:
         (
             "a.csv",
             b"Text,text,label\na,b,x\n",
-            "a.csv:1: the first line, which names the columns: several columns for text: 'Text', 'text': columns =",
+            "a.csv:1: the first line, which names the columns: several columns for text: 'Text', 'text': ?text=",
         ),
         (
             "a.csv",
             b"Review;Stars\na;5\n",
             "a.csv:1: the first line, which names the columns: no text (recognized names: text, premise,"
             " sentence1, question1, question, sentence): classification needs text and label, or text and"
-            " labels, or text and score; the columns are Review, Stars. Say which is which: columns ="
-            ' { text = "COLUMN", label = "COLUMN" } in the head\'s table, or ?text=COLUMN&label=COLUMN '
-            "after the file's name",
+            " labels, or text and score; the columns are Review, Stars. Say which is which: ?text=COLUMN&label=COLUMN"
+            " after the file's name, or the setting columns",
         ),
         ("a.csv", b"text,label\na,x,y\n", "a.csv:2: 3 columns, and the first line names 2"),
         ("a.csv", b"text,label\na\n", "a.csv:2: 1 columns, and the first line names 2"),
@@ -343,27 +343,44 @@ def test_a_number_in_json_that_is_none(tmp_path: Path) -> None:
         read(tmp_path / "a.jsonl", text, "classification", "regression")
 
 
-@pytest.mark.parametrize(
-    ("task", "name", "text"), [("ner", "a.conll", "Ada O\n"), ("qa", "a.json", squad(ROWS["qa"]))]
-)
-def test_columns_of_a_file_without_columns(tmp_path: Path, task: str, name: str, text: str) -> None:
-    path = tmp_path / name
-    path.write_text(text)
+def test_columns_of_a_file_without_columns(tmp_path: Path) -> None:
+    path = tmp_path / "a.conll"
+    path.write_text("Ada O\n")
     with pytest.raises(DataError, match="has no named columns"):
-        labelled_rows.read(f"{path}?tokens=a&tags=b", task)
+        labelled_rows.read(f"{path}?tokens=a&tags=b", "ner")
 
 
-@pytest.mark.parametrize("data", ['["x"]', '[{"paragraphs": [3]}]', '[{"paragraphs": 3}]'])
+@pytest.mark.parametrize("data", ['[{"paragraphs": [3]}]', '[{"paragraphs": 3}]'])
 def test_a_wrong_squad_file(tmp_path: Path, data: str) -> None:
     with pytest.raises(DataError, match=r"a\.json: (data|paragraphs) (must|may not) be"):
         read(tmp_path / "a.json", f'{{"data": {data}}}', "qa")
+
+
+@pytest.mark.parametrize("flag", [False, 0, "false", "False", "0", None, True, 1, "true", "TRUE"])
+def test_a_question_that_is_impossible(tmp_path: Path, flag: Any) -> None:
+    """The flag is read as the value that it says, also as text; anything else is refused."""
+    entry = {"id": "1", "question": "q?", "answers": [{"text": "Paris", "answer_start": 0}]}
+    paragraph = {"context": "Paris is big", "qas": [{**entry, "is_impossible": flag}]}
+    [row] = read(tmp_path / "a.json", json.dumps({"data": [{"paragraphs": [paragraph]}]}), "qa")
+    is_impossible = str(flag).lower() in ("true", "1")
+    assert is_impossible == (row.answers == ())
+    table = f"question,context,answer,answer_start,is_impossible\nq?,Paris,Paris,0,{flag}\n"
+    assert read(tmp_path / "a.csv", table, "qa")[0].answers == row.answers
+    with pytest.raises(DataError, match=r"a\.csv:2: is_impossible may not be 'no': true or false"):
+        read(tmp_path / "a.csv", table.replace(f"0,{flag}", "0,no"), "qa")
+
+
+def test_an_empty_answer(tmp_path: Path) -> None:
+    """An answer without characters is no answer, in a list as in a cell."""
+    row = {"question": "q?", "context": "a", "answers": {"text": [""], "answer_start": [0]}}
+    assert read(tmp_path / "a.jsonl", json.dumps(row), "qa")[0].answers == ()
 
 
 # -- the tables of the documentation --------------------------------------------------------------
 
 
 def formats_table() -> str:
-    tasks = [*columns.FIELDS]
+    tasks = [*columns.TRAINING]
     lines = [f"| format | {' | '.join(tasks)} |", f"|---|{'---|' * len(tasks)}"]
     for name in [*FORMATS, "Parquet"]:
         marks = ["yes" if ONLY.get(name, task) == task else "" for task in tasks]
@@ -373,7 +390,7 @@ def formats_table() -> str:
 
 def columns_table() -> str:
     lines = ["| task | field | recognized names |", "|---|---|---|"]
-    for task, fields in columns.FIELDS.items():
+    for task, fields in [(task, needs.fields) for task, needs in columns.TRAINING.items()]:
         every = [*fields, "negative"] if task == "embedding" else fields
         for field in every:
             names = [f"`{name}`" for name in columns.accepted(field)]
@@ -392,11 +409,11 @@ def test_tables_of_the_documentation(name: str, make: Callable[[], str]) -> None
     assert block[1] == make(), make()
 
 
-@pytest.mark.parametrize("task", columns.FIELDS)
+@pytest.mark.parametrize("task", columns.TRAINING)
 def test_recognized_names_are_read(task: str) -> None:
     """Each name of the table stands for its field."""
-    for field in columns.FIELDS[task]:
+    for field in columns.TRAINING[task].fields:
         for name in columns.accepted(field):
             if field == "text_pair" or name in ("premise", "sentence1", "question1"):
                 continue  # pairs are tested as pairs
-            assert columns.recognize(task, (name.upper(),))[field] == name.upper()
+            assert columns.recognize(columns.TRAINING[task], (name.upper(),))[field] == name.upper()

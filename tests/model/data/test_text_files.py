@@ -7,7 +7,7 @@ import pytest
 
 from model.data import corpus
 from model.data.checksums import DataError
-from model.data.text_files import read_lines, read_text
+from service.core.data_files.text_files import read_lines, read_text
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])

@@ -12,8 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from model.data.checksums import DataError
-from model.data.text_files import read_text
+from service.core.data_files.text_files import DataError, read_text
 
 COMMON = (",", ";", "\t", "|")
 SEPARATOR = re.compile(r'"?sep=(.)"?\r?\n')  # Excel's own first line
@@ -26,8 +25,9 @@ csv.field_size_limit(2**31 - 1)
 def read_table(
     path: Path, fits: Callable[[Sequence[str]], bool]
 ) -> tuple[int, list[str], Iterator[Row]]:
-    """Return the line of the header, the names of the columns, and the rows that are not empty.
+    """Return the line of the header, the names of the columns, and the rows.
 
+    A row may have empty cells only. An empty line is none, but in a table of one column, where it is an empty cell.
     fits: whether these columns are enough, by which the delimiter is chosen
     Raises DataError for columns of one name, a row of another length, and a quotation that does not end.
     """
@@ -40,37 +40,38 @@ def read_table(
         rows = _rows(path, text, "\t", first, quoted=_is_quoted(text))
     else:
         rows = _rows(path, text, separator[1] if separator else _delimiter(text, fits), first)
-    line, cells = next(rows, (first, []))
-    names = [name.strip() for name in cells]
-    for name, count in Counter(names).items():
+    line, names = next((row for row in rows if any(map(str.strip, row[1]))), (first, []))
+    for name, count in Counter(map(str.strip, names)).items():
         if name and count > 1:
             raise DataError(f"{path}:{line}: {count} columns are called {name!r}: rename them")
     return line, names, _checked(path, names, rows)
 
 
 def _checked(path: Path, names: Sequence[str], rows: Iterator[Row]) -> Iterator[Row]:
+    count = len(names)
     for line, cells in rows:
-        if any(cells[len(names) :]) or len(cells) < len(names):
-            counts = f"{len(cells)} columns, and the first line names {len(names)}"
+        is_blank = not any(map(str.strip, cells))
+        if is_blank and len(cells) < 2 <= count:
+            continue
+        if not is_blank and (any(cells[count:]) or len(cells) < count):
+            counts = f"{len(cells)} columns, and the first line names {count}"
             raise DataError(f"{path}:{line}: {counts}")
-        yield line, cells
+        yield line, [*cells, *[""] * count][:count]
 
 
 def _rows(
     path: Path, text: str, delimiter: str, first: int, *, quoted: bool = True
 ) -> Iterator[Row]:
-    """Yield the rows of a table that are not empty; first: the number of the text's first line"""
+    """Yield the rows of a table, and empty lines; first: the number of the text's first line"""
     if not quoted:
         for line, content in enumerate(io.StringIO(text, newline=None), start=first):
-            if content.strip():
-                yield line, content.removesuffix("\n").split(delimiter)
+            yield line, content.removesuffix("\n").split(delimiter)
         return
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     line = first
     try:
         for cells in reader:
-            if any(cell.strip() for cell in cells):
-                yield line, cells
+            yield line, cells
             line = reader.line_num + first
     except csv.Error as error:
         what = "a quotation mark opens a cell and none closes it"

@@ -1,5 +1,6 @@
-"""Text files: UTF-8, with or without a byte order mark, or UTF-16 with one; compressed (`.gz`, `.xz`) or not."""
+"""Text files: UTF-8 with or without a byte order mark, or UTF-16 with one; plain, `.gz`, `.xz` or `.bz2`."""
 
+import bz2
 import gzip
 import lzma
 import zlib
@@ -7,10 +8,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from model.data.checksums import DataError
-
-OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".txt": open}
-DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
+COMPRESSED = {".bz2": bz2.open, ".gz": gzip.open, ".xz": lzma.open}
+DAMAGE = (EOFError, zlib.error, lzma.LZMAError, OSError)
 BYTE_ORDER_MARKS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}  # UTF-8 is read with any or none
 # The first bytes of files that are no text, and what to do with them.
 OTHER_FILES = {
@@ -19,7 +18,13 @@ OTHER_FILES = {
     b"PAR1": "a Parquet file: its name must end in .parquet",
     b"\x1f\x8b": "a gzip file: its name must end in .gz",
     b"\xfd7zXZ": "an xz file: its name must end in .xz",
+    b"\x28\xb5\x2f\xfd": "a Zstandard file: decompress it with zstd -d",
+    **{b"BZh%d1AY&" % level: "a bzip2 file: its name must end in .bz2" for level in range(1, 10)},
 }
+
+
+class DataError(ValueError):
+    """Data that cannot be used; the message names the file, and the line or question."""
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -34,7 +39,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
             for number, line in enumerate(file, start=1):
                 yield number, line
     except DAMAGE as error:
-        raise DataError(f"{path} cannot be read beyond line {number}: {error}") from None
+        raise _unreadable(error, f"{path} cannot be read beyond line {number}") from None
     except UnicodeError:
         raise _undecodable(path) from None
 
@@ -45,7 +50,7 @@ def read_text(path: Path) -> str:
         with _open(path, newline="") as file:
             text: str = file.read()
     except DAMAGE as error:
-        raise DataError(f"{path} cannot be read to its end: {error}") from None
+        raise _unreadable(error, f"{path} cannot be read to its end") from None
     except UnicodeError:
         raise _undecodable(path) from None
     return text
@@ -63,8 +68,15 @@ def write_gzip(path: Path, parts: Iterable[str]) -> int:
     return count
 
 
+def _unreadable(error: Exception, what: str) -> Exception:
+    """Return the error for damaged content, or the system's own error."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error
+    return DataError(f"{what}: {error}")
+
+
 def _opener(path: Path) -> Any:
-    return OPENERS.get(path.suffix, open)
+    return COMPRESSED.get(path.suffix.lower(), open)
 
 
 def _open(path: Path, newline: str | None = None) -> Any:
