@@ -1,9 +1,9 @@
 """Predict a file: `python -m service.predict BUNDLE INPUT OUTPUT [--head NAME] [--options JSON]`.
 
 The rows of INPUT become requests to the service in this process, without a network: results are the served ones.
-INPUT is .jsonl, .csv, .tsv, or .txt with a text a line; its columns are `text` and `text_pair`, or `question` and
-`context`. OUTPUT is .jsonl (each row with its `result`), or .csv for classification (each row with `predicted_label`
-and `score`).
+INPUT is a table or a JSON file that training reads, with `text` and `text_pair`, or `question` and `context`, under
+any of their recognized names, or .txt with a text a line. OUTPUT is .jsonl (each row with its `result`), or .csv for
+classification (each row with `predicted_label` and `score`). A row that cannot be predicted has an `error` instead.
 """
 
 import argparse
@@ -12,18 +12,21 @@ import csv
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, NamedTuple, TextIO, TypeVar
 
 from fastapi import FastAPI
 
 from service.api.app import create_app
 from service.core.bundle import BundleError, Head, Manifest
 from service.core.bundle import load as load_bundle
+from service.core.data_files import columns, rows, sources
+from service.core.data_files.columns import Needs
+from service.core.data_files.text_files import DataError, read_lines
 from service.observability import logs
 from service.observability.metrics import Metrics
 from service.processes.single_process import open_local_engines
@@ -31,6 +34,7 @@ from service.settings import Settings
 
 ROWS = 64  # of a request
 IN_FLIGHT = 4  # requests at a time
+BUSY = 429  # the status of a request that a full queue refuses
 DAY_MS = 24 * 3600 * 1000
 LARGEST_BODY = 2**31
 # The route of each task, and its fields in a request by the column that they are from; the first is required.
@@ -43,15 +47,33 @@ ROUTES: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "late-interaction": ("/embed-tokens", {"text": "inputs"}),
     "fill-mask": ("/fill-mask", {"text": "inputs"}),
 }
-INPUTS = (".jsonl", ".csv", ".tsv", ".txt")
-OUTPUTS = (".jsonl", ".csv")
+# The columns of the results, by the end of the output's name. Where a row has one of them, all get a number.
+OUTPUTS = {".jsonl": ("result", "error"), ".csv": ("predicted_label", "score", "error")}
 
-Row = dict[str, Any]
 T = TypeVar("T")
 
 
-class InputError(Exception):
-    """A file that cannot be predicted; the message names file, line and reason."""
+class Row(NamedTuple):
+    """A row of the input.
+
+    where: its place, for messages
+    names, values: its columns, as they stand
+    texts: the texts of a request, by their fields
+    error: why it cannot be predicted; empty if it can
+    """
+
+    where: str
+    names: Sequence[str]
+    values: Sequence[Any]
+    texts: Mapping[str, str]
+    error: str
+
+
+class Outcome(NamedTuple):
+    """The result of a row, or its error."""
+
+    result: Any
+    error: str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BundleError as error:
         print(f"predict: {error}", file=sys.stderr)
         return 3
-    except (InputError, OSError, UnicodeError) as error:
+    except (DataError, OSError) as error:
         print(f"predict: {error}", file=sys.stderr)
         return 2
     print(f"{arguments.output}: {count:,} rows, {failed:,} with an error")
@@ -77,7 +99,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "bundle", type=Path, help="a bundle's directory. Example: bundles/questions"
     )
-    parser.add_argument("input", type=Path, help=f"a file: {', '.join(INPUTS)}. Example: new.csv")
+    parser.add_argument(
+        "input", help="a file that training reads, or .txt with a text a line. Example: new.csv"
+    )
     parser.add_argument("output", type=Path, help=f"a file: {', '.join(OUTPUTS)}. Example: out.csv")
     parser.add_argument("--head", help="name of the head; default: the first. Example: --head mood")
     parser.add_argument(
@@ -85,7 +109,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         type=json.loads,
         default={},
         metavar="JSON",
-        help='names of the columns; default: as they are. Example: --columns \'{"text": "review"}\'',
+        help='names of the columns; default: the usual ones. Example: --columns \'{"text": "review"}\'',
     )
     parser.add_argument(
         "--options",
@@ -101,67 +125,56 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="auto, fp32, int8 or fp16; default: auto. Example: --precision fp32",
     )
     arguments = parser.parse_args(argv)
-    for name, known in (("input", INPUTS), ("output", OUTPUTS)):
-        path: Path = getattr(arguments, name)
-        if path.suffix not in known:
-            parser.error(f"{name}: {path} must end with {', '.join(known)}")
+    if arguments.output.suffix.lower() not in OUTPUTS:
+        parser.error(f"output: {arguments.output} must end with {', '.join(OUTPUTS)}")
     for name in ("columns", "options"):
         if not isinstance(getattr(arguments, name), dict):
             parser.error(f"--{name}: must be an object of JSON")
+    if not all(isinstance(name, str) for name in arguments.columns.values()):
+        parser.error("--columns: each name must be a string")
     return arguments
 
 
 async def predict(arguments: argparse.Namespace) -> tuple[int, int]:
     """Write the results of all rows, in one rename at the end. Returns the rows with an error, and all rows.
 
-    Raises BundleError and InputError.
+    Raises BundleError and DataError.
     """
     manifest = load_bundle(arguments.bundle).manifest
     name, head = choose_head(manifest, arguments.head)
-    if arguments.output.suffix == ".csv" and head.task != "classification":
-        raise InputError(f"{arguments.output}: results of {head.task} are written to .jsonl only")
+    suffix = arguments.output.suffix.lower()
+    if suffix == ".csv" and head.task != "classification":
+        raise DataError(f"{arguments.output}: results of {head.task} are written to .jsonl only")
     settings = Settings(
         bundles=(arguments.bundle,),
         precision=arguments.precision,
         deadline_ms=DAY_MS,
         max_body_bytes=LARGEST_BODY,
     )
-    route, fields = ROUTES[head.task]
-    columns = {field: arguments.columns.get(field, field) for field in fields}
-    failed = count = 0
+    fields = tuple(ROUTES[head.task][1])
+    needs = Needs(head.task, fields, (fields if head.task == "qa" else fields[:1],))
+    source = sources.with_columns(arguments.input, arguments.columns)
+    names, count = survey(source, needs)
+    options = {"head": name, "on_error": "null", **arguments.options}
+    failed = 0
     async with served(settings) as app:
         with replacing(arguments.output) as file:
-            write = Writer(file, arguments.output.suffix)
-            rows = read_rows(arguments.input, columns, required(head.task))
-            for chunks in groups(groups(rows, ROWS), IN_FLIGHT):
-                bodies = [
-                    {**body_of(head.task, [row for _, row in chunk], columns), "head": name}
-                    | {"on_error": "null", **arguments.options}
-                    for chunk in chunks
-                ]
-                replies = await asyncio.gather(*(post(app, route, body) for body in bodies))
-                for chunk, reply in zip(chunks, replies, strict=True):
-                    results, errors = results_of(reply, chunk[0][0])
-                    for place, (_, row) in enumerate(chunk):
-                        write.row(row, results[place], errors.get(place))
-                    failed, count = failed + len(errors), count + len(chunk)
-            if not count:
-                raise InputError(f"{arguments.input}: no rows")
+            write = writer(file, suffix, names)
+            for chunks in groups(groups(read_rows(source, needs), ROWS), IN_FLIGHT):
+                answers = (answer(app, head.task, options, chunk) for chunk in chunks)
+                for chunk, outcomes in zip(chunks, await asyncio.gather(*answers), strict=True):
+                    for row, outcome in zip(chunk, outcomes, strict=True):
+                        write(row, outcome)
+                        failed += bool(outcome.error)
     return failed, count
 
 
 def choose_head(manifest: Manifest, name: str | None) -> tuple[str, Head]:
-    """Return a head and its name, by default the first. Raises InputError for an unknown one."""
+    """Return a head and its name, by default the first. Raises DataError for an unknown one."""
     chosen = next(iter(manifest.heads)) if name is None else name
     if chosen not in manifest.heads:
-        raise InputError(f"--head: {chosen} is none of {', '.join(manifest.heads)}")
+        raise DataError(f"--head: {chosen} is none of {', '.join(manifest.heads)}")
     return chosen, manifest.heads[chosen]
-
-
-def required(task: str) -> tuple[str, ...]:
-    """Return the fields that each row must have."""
-    fields = tuple(ROUTES[task][1])
-    return fields if task == "qa" else fields[:1]
 
 
 @asynccontextmanager
@@ -212,27 +225,51 @@ async def post(app: FastAPI, path: str, body: Mapping[str, Any]) -> tuple[int, A
     return status, json.loads(b"".join(parts))
 
 
-def body_of(task: str, rows: Sequence[Row], columns: Mapping[str, str]) -> Row:
-    """Return a request with the inputs of some rows."""
-    if task == "qa":
-        return {"inputs": [{field: row[name] for field, name in columns.items()} for row in rows]}
-    body: Row = {"inputs": [row[columns["text"]] for row in rows]}
-    pair = columns.get("text_pair", "")
-    if any(row.get(pair) for row in rows):
-        body["text_pair"] = [row.get(pair) or "" for row in rows]
-    return body
+async def answer(
+    app: FastAPI, task: str, options: Mapping[str, Any], chunk: Sequence[Row]
+) -> list[Outcome]:
+    """Return the outcome of each row. Rows with a text pair and rows without one are separate requests."""
+    outcomes = [Outcome(None, row.error) for row in chunk]
+    for fields in {tuple(row.texts) for row in chunk if not row.error}:
+        places = [n for n, row in enumerate(chunk) if not row.error and tuple(row.texts) == fields]
+        found = await request(app, task, options, [chunk[place] for place in places])
+        for place, outcome in zip(places, found, strict=True):
+            outcomes[place] = outcome
+    return outcomes
 
 
-def results_of(reply: tuple[int, Any], line: int) -> tuple[list[Any], dict[int, str]]:
-    """Return the result of each input, and errors by the index of the input. Raises InputError for a failed request.
+async def request(
+    app: FastAPI, task: str, options: Mapping[str, Any], chunk: Sequence[Row]
+) -> list[Outcome]:
+    """Return the outcomes of rows with the same fields, by one request, or by one for each row where that fails.
 
-    line: of the first input, for messages
+    Raises DataError where the options or the service are at fault.
     """
+    route, fields = ROUTES[task]
+    texts: dict[str, Any] = {
+        fields[field]: [r.texts[field] for r in chunk] for field in chunk[0].texts
+    }
+    if task == "qa":
+        texts = {"inputs": [row.texts for row in chunk]}
+    while (reply := await post(app, route, {**texts, **options}))[0] == BUSY:
+        await asyncio.sleep(1)
     status, content = reply
-    if status != 200:
-        raise InputError(f"rows from line {line}: {content['error']['message']}")
-    results = content.get("results", content.get("embeddings"))
-    return results, {each["index"]: each["message"] for each in content.get("errors") or ()}
+    if status == 200:
+        errors = {each["index"]: each["message"] for each in content.get("errors") or ()}
+        results = content.get("results", content.get("embeddings"))
+        return [
+            Outcome(None, f"{row.where}: {errors[place]}")
+            if place in errors
+            else Outcome(found, "")
+            for place, (row, found) in enumerate(zip(chunk, results, strict=True))
+        ]
+    if len(chunk) > 1:
+        return [outcome for row in chunk for outcome in await request(app, task, options, [row])]
+    message, param = content["error"]["message"], content["error"]["param"] or ""
+    if status not in (400, 413) and not param.startswith(tuple(texts)):
+        raise DataError(message)
+    shown = message.replace("inputs[0].", "").replace("[0]", "")
+    return [Outcome(None, f"{chunk[0].where}: {shown}")]
 
 
 def groups(items: Iterator[T], size: int) -> Iterator[list[T]]:
@@ -244,65 +281,79 @@ def groups(items: Iterator[T], size: int) -> Iterator[list[T]]:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def read_rows(
-    path: Path, columns: Mapping[str, str], required: Sequence[str]
-) -> Iterator[tuple[int, Row]]:
-    """Yield each row with its line. Raises InputError for a row without a required text."""
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        for line, row in READERS[path.suffix](path, file):
-            for field in required:
-                name = columns[field]
-                if not isinstance(row.get(name), str):
-                    known = ", ".join(row) or "no column"
-                    raise InputError(
-                        f"{path}:{line}: column {name!r} is no text; found {known}. "
-                        f'Name it: --columns \'{{"{field}": "..."}}\''
-                    )
-            yield line, row
+def survey(source: str, needs: Needs) -> tuple[list[str], int]:
+    """Return the names of the columns of all rows, and the number of rows.
+
+    Raises DataError for a file that cannot be read to its end, and where no row can be predicted.
+    """
+    names: list[str] = []
+    count, good, first = 0, False, ""
+    for row in read_rows(source, needs):
+        count += 1
+        names = names or list(row.names)
+        names += [name for name in row.names if name not in names]
+        good, first = good or not row.error, first or row.error
+    if not good:
+        raise DataError(first or f"{source}: no rows")
+    return names, count
 
 
-def read_lines(path: Path, file: TextIO) -> Iterator[tuple[int, Row]]:
-    for number, line in enumerate(file, start=1):
-        if text := line.strip():
-            yield number, {"text": text}
+def read_rows(source: str, needs: Needs) -> Iterator[Row]:
+    """Yield each row of a file. Raises DataError for a file that cannot be read."""
+    file, query = sources.split(source)
+    path = Path(file)
+    match format_of(path):
+        case "txt":
+            chosen = columns.choose(str(path), needs, ["text"], query)
+            for number, line in read_lines(path):
+                text = [line.removesuffix("\n")]
+                yield read_row(f"{path}:{number}", ["text"], text, chosen, needs)
+        case "jsonl" | "json" as kind:
+            document = rows.read_document(path) if kind == "json" else None
+            for where, fields in rows.read_objects(path, document):
+                names = tuple(fields)
+                values = list(fields.values())
+                try:
+                    chosen = columns.choose(where, needs, names, query)
+                except DataError as error:
+                    yield Row(where, names, values, {}, str(error))
+                else:
+                    yield read_row(where, names, values, chosen, needs)
+        case _:
+            table = rows.open_table(path, needs, query)
+            chosen = {field: table.names[place] for field, place in table.places.items()}
+            for where, cells in table.rows:
+                yield read_row(where, table.names, cells, chosen, needs)
 
 
-def read_json(path: Path, file: TextIO) -> Iterator[tuple[int, Row]]:
-    for number, line in enumerate(file, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise InputError(f"{path}:{number}: not JSON: {error}") from None
-        if not isinstance(row, dict):
-            raise InputError(f"{path}:{number}: not a JSON object")
-        yield number, row
+def format_of(path: Path) -> str:
+    """Return the format of a file: by its name, else by its first line. Raises DataError for one without texts."""
+    known = rows.named_format(path)
+    if known in ("conll", "parquet"):
+        raise DataError(f"{path}: {known} is not predicted: write the texts as CSV, JSON or .txt")
+    if known or ".txt" in path.name.lower():
+        return known or "txt"
+    return "json" if rows.first_line(path).lstrip().startswith(("{", "[")) else "csv"
 
 
-def read_table(path: Path, file: TextIO) -> Iterator[tuple[int, Row]]:
-    sample = file.read(65536)
-    file.seek(0)
-    dialect: type[csv.Dialect] = csv.excel_tab if path.suffix == ".tsv" else csv.excel
-    if path.suffix == ".csv":
-        try:
-            dialect = csv.Sniffer().sniff(sample, ",;\t|")
-        except csv.Error:  # a single column
-            dialect = csv.excel
-    reader = csv.DictReader(file, dialect=dialect, restkey="", strict=True)
-    try:
-        for row in reader:
-            if "" in row or None in row.values():
-                names = len(reader.fieldnames or ())
-                raise InputError(
-                    f"{path}:{reader.line_num}: not {names} columns, as the first line names"
-                )
-            yield reader.line_num, row
-    except csv.Error as error:
-        raise InputError(f"{path}:{reader.line_num}: {error}") from None
-
-
-READERS = {".txt": read_lines, ".jsonl": read_json, ".csv": read_table, ".tsv": read_table}
+def read_row(
+    where: str,
+    names: Sequence[str],
+    values: Sequence[Any],
+    chosen: Mapping[str, str],
+    needs: Needs,
+) -> Row:
+    """Return a row with the texts of its chosen columns. An empty text is a missing one."""
+    texts, error = {}, ""
+    for field, name in chosen.items():
+        value = values[names.index(name)]
+        if value is not None and not isinstance(value, str):
+            error = f"{where}: {name} may not be {value!r}"
+        elif value and value.strip():
+            texts[field] = value
+        elif field in needs.required[0]:
+            error = f"{where}: no {name}"
+    return Row(where, names, values, texts, error)
 
 
 @contextmanager
@@ -310,32 +361,54 @@ def replacing(path: Path) -> Iterator[TextIO]:
     """Yield a new file that replaces `path` when the block ends; it is removed when the block fails."""
     partial_file = path.with_name(f"{path.name}.partial")
     try:
-        with partial_file.open("w", encoding="utf-8", errors="replace", newline="") as file:
+        # Half of a surrogate pair, which JSON may contain, is no UTF-8: it is written as JSON does.
+        with partial_file.open(
+            "w", encoding="utf-8", errors="backslashreplace", newline=""
+        ) as file:
             yield file
         os.replace(partial_file, path)
     finally:
         partial_file.unlink(missing_ok=True)
 
 
-class Writer:
-    """The output file: rows with their results, as JSON lines or as CSV."""
+def writer(file: TextIO, suffix: str, names: Sequence[str]) -> Callable[[Row, Outcome], None]:
+    """Return a function that writes a row with its outcome, as JSON lines or as CSV.
 
-    def __init__(self, file: TextIO, suffix: str) -> None:
-        self.file, self.suffix = file, suffix
-        self.table: csv.DictWriter[str] | None = None
+    names: of the columns of all rows, which keep their values
+    """
+    added, number = OUTPUTS[suffix], 1
+    while {*added} & {name.strip() for name in names}:
+        number += 1
+        added = tuple(f"{name}_{number}" for name in OUTPUTS[suffix])
+    if number > 1:
+        print(f"The input has columns of these names: results are in {', '.join(added)}")
 
-    def row(self, row: Row, result: Any, error: str | None) -> None:
-        """Write a row with its result, or with its error."""
-        if self.suffix == ".jsonl":
-            found = {"result": result} if error is None else {"result": None, "error": error}
-            self.file.write(json.dumps({**row, **found}, ensure_ascii=False) + "\n")
-            return
-        best = result[0] if result else {"label": "", "score": ""}
-        found = {"predicted_label": best["label"], "score": best["score"], "error": error or ""}
-        if self.table is None:
-            self.table = csv.DictWriter(self.file, [*row, *found], extrasaction="ignore")
-            self.table.writeheader()
-        self.table.writerow({**row, **found})
+    def write_object(row: Row, outcome: Outcome) -> None:
+        columns = enumerate(zip(row.names, row.values, strict=True), start=1)
+        fields = {name or f"column_{n}": value for n, (name, value) in columns if name or value}
+        found = zip(added, outcome if outcome.error else outcome[:1], strict=False)
+        file.write(json.dumps({**fields, **dict(found)}, ensure_ascii=False) + "\n")
+
+    def write_cells(row: Row, outcome: Outcome) -> None:
+        values = row.values
+        if [*row.names] != names:
+            fields = dict(zip(row.names, row.values, strict=True))
+            values = [fields.get(name) for name in names]
+        best = outcome.result[0] if outcome.result else {"label": "", "score": ""}
+        table.writerow([*map(cell, values), best["label"], best["score"], outcome.error])
+
+    if suffix == ".jsonl":
+        return write_object
+    table = csv.writer(file)
+    table.writerow([*names, *added])
+    return write_cells
+
+
+def cell(value: Any) -> str:
+    """Return a value of a row as a cell: text, or JSON."""
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 if __name__ == "__main__":
