@@ -368,7 +368,7 @@ def validate(schema: type[S], body: object) -> S:
 
 
 def most_parts(max_inputs: int) -> int:
-    """Return the largest number of strings, commas, colons and opening brackets of a request.
+    """Return the largest number of strings, lists and objects of a request.
 
     It is the maximum of a valid request, plus a margin so that slightly invalid requests get a precise error.
     """

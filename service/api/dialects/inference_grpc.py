@@ -42,6 +42,7 @@ from service.api.engine_call import (
     reserve_memory,
     service_of,
 )
+from service.api.request_body import VALUES
 from service.api.schemas import most_parts, validate
 from service.engines.commands import LoadModel, UnloadModel
 from service.errors import InvalidInput, QuartetError, TooLarge
@@ -222,7 +223,7 @@ def to_body(asked: Any, most: int) -> dict[str, object]:
 def elements(tensor: Any, most: int) -> list[Any]:
     """Return the elements of a tensor that are in its message, in place of raw contents. Raises TooLarge."""
     found = getattr(tensor.contents, CONTENTS.get(tensor.datatype, "bytes_contents"))
-    if len(found) > most_parts(most):
+    if len(found) > VALUES * most_parts(most):
         raise TooLarge(
             f"{tensor.name[:64]} has {len(found)} elements; send them in raw_input_contents",
             param=tensor.name[:64],

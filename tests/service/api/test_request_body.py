@@ -7,6 +7,7 @@ import pytest
 from starlette.types import Message, Receive
 
 from service.api.request_body import TaskTimeout, answer_in_time, check_parts, read_json
+from service.api.schemas import most_parts
 from service.errors import (
     BadRequest,
     ClientDisconnected,
@@ -161,20 +162,29 @@ async def test_a_body_of_the_very_limit_is_read() -> None:
 @pytest.mark.parametrize(
     ("body", "parts"),
     [
-        (b"[[],[],[]]", 6),
-        (b'{"inputs": ["a", "b"], "top_k": 1}', 10),
-        (b"[1, 2.5, null, true, [], {}]", 8),
-        (rb'["a, b: [c] {d}", "\"e\", f", "\\", ",\\\",", "\u002c,\n,"]', 10),
-        ('["é, 中, \U0001f600", ","]'.encode(), 4),
-        (b'{"": ""}', 4),
+        (b"[[],[],[]]", 4),
+        (b'{"inputs": ["a", "b"], "top_k": 1}', 6),
+        (b"[1, 2.5, null, true, [], {}]", 3),
+        (rb'["a, b: [c] {d}", "\"e\", f", "\\", ",\\\",", "\u002c,\n,"]', 6),
+        ('["é, 中, \U0001f600", ","]'.encode(), 3),
+        (b'{"": ""}', 3),
     ],
 )
 async def test_a_body_of_many_parts_is_too_large(body: bytes, parts: int) -> None:
-    """Strings, commas, colons and opening brackets are counted, except within strings."""
-    with pytest.raises(TooLarge, match="more values than any valid request"):
+    """Strings, lists and objects are counted, except within strings."""
+    with pytest.raises(TooLarge, match=r"more than .* strings, lists and objects"):
         await read(chunk(body), max_parts=parts - 1)
-    if len(body) > parts:
-        check_parts(body, parts)
+    check_parts(body, parts)
+
+
+async def test_token_ids_are_no_parts() -> None:
+    """Every input of a request may have a whole window of them."""
+    ids = [[30522] * 512] * 1024
+    body = orjson.dumps({"input": ids})
+    read_ids = await read(chunk(body), max_parts=most_parts(1024), max_bytes=10_000_000)
+    assert {"input": ids} == read_ids
+    with pytest.raises(TooLarge, match="more than 320 values"):
+        await read(chunk(orjson.dumps([1] * 322)), max_parts=10, max_bytes=1000)
 
 
 async def test_parts_are_counted_before_anything_is_made_of_them() -> None:

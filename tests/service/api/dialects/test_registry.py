@@ -25,6 +25,7 @@ from service.keys import Key, digest
 from service.observability.metrics import Metrics
 from service.processes.single_process import open_local_engines
 from service.settings import RootDialect, Settings
+from tests.service.api.dialects.conftest import MOST_INPUTS, Requests
 from tests.service.conftest import living
 
 Connect = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
@@ -127,6 +128,37 @@ async def test_an_invented_model(
                 status = 404 if response.status_code == 400 else response.status_code
                 assert expected == status, (path, response.text)
                 assert status == 200 or "no model 'BAAI/bge" in response.text
+
+
+IDS = [[5 + index % 60 for index in range(1000)]] * MOST_INPUTS
+DOCUMENTS = [dict.fromkeys(("text", "title", "url", "id"), "a") for _ in range(MOST_INPUTS)]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/detokenize", {"ids": IDS}),
+        ("/tei/decode", {"ids": IDS}),
+        ("/v1/embeddings", {"input": IDS}),
+        ("/vllm/pooling", {"input": IDS, "task": "embed", "truncate_prompt_tokens": -1}),
+        (
+            "/v2/models/tasks/infer",
+            {
+                "inputs": [
+                    {"name": "input_ids", "datatype": "INT64", "shape": [2000], "data": IDS[0] * 2},
+                    {"name": "lengths", "datatype": "INT64", "shape": [8], "data": [250] * 8},
+                ],
+                "outputs": [{"name": "embeddings"}],
+            },
+        ),
+        ("/cohere/v1/rerank", {"query": "a", "documents": DOCUMENTS}),
+        ("/vllm/rerank", {"query": "a", "documents": DOCUMENTS}),
+    ],
+)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_many_values(requests: Requests, path: str, body: object) -> None:
+    """A request of the largest number of inputs may have long lists of token ids, and documents with further fields."""
+    await requests.post(path, body)
 
 
 async def test_root_dialect(client_with: Connect) -> None:
