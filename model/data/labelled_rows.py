@@ -14,7 +14,6 @@ a file: see hf_datasets.py.
 
 import functools
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +22,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from model.data import checksums, file_records, hf_datasets
+from model.data import checksums, conll, file_records, hf_datasets
 from model.data.file_records import Fields
 from service.core.data_files import columns, sources
-from service.core.data_files.text_files import DataError, read_lines
+from service.core.data_files.text_files import DataError
 
 SAME = ("entailment", "duplicate", "paraphrase")  # labels of pairs with the same meaning
-TAG = re.compile(r"O|[BIESULM]-.+")  # BIO, IOB1, BIOES, BILOU
 MOST_PLACES = 5  # rows without a field that a message names
 
 
@@ -150,9 +148,7 @@ def _open(
         checksums.check(path)
         match file_records.format_of(path, needs):
             case "conll":
-                if query:
-                    raise DataError(f"{path}: has no named columns, which ?{query} could select")
-                return _unchanged, ((row,) for row in _sentences(path))
+                records = conll.read(path, query)
             case "parquet":
                 records = hf_datasets.parquet_records(path, needs, query, numbers=numbers)
             case "jsonl" | "json" as kind:
@@ -169,16 +165,6 @@ def _open(
         case _:
             every = [(where, _scored(row)) for where, row in records]
             return functools.partial(_related, scores=_range(file, every)), every
-
-
-def _unchanged(row: Any) -> Any:
-    return row
-
-
-def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield the place of each line, for messages, and the line."""
-    for number, line in read_lines(path):
-        yield f"{path}:{number}", line
 
 
 def _get(where: str, row: dict[str, Any], *names: str, kind: Any = str) -> Any:
@@ -212,29 +198,6 @@ def _text(where: str, row: dict[str, Any], problem_type: str | None) -> Text:
     return Text(where, text, pair, labels=tuple(stripped))
 
 
-def _sentences(path: Path) -> Iterator[Sentence]:
-    """Yield the sentences of a CoNLL file: the first and last of the columns, without `-DOCSTART-` lines."""
-    words: list[str] = []
-    tags: list[str] = []
-    start = ""
-    for where, line in _lines(path):
-        columns = re.split(r"[ \t]+", line.strip(" \t\r\n"))
-        if columns[0] in ("", "-DOCSTART-"):
-            if words:
-                yield Sentence(start, words, to_bio(tags))
-            words, tags = [], []
-            continue
-        if len(columns) < 2 or not TAG.fullmatch(columns[-1]):
-            raise DataError(
-                f"{where}: not a token and its tag (O, B-PER, I-PER; BIOES and BILOU, too): {line.strip()!r}"
-            )
-        start = where if not words else start
-        words.append(columns[0])
-        tags.append(columns[-1])
-    if words:
-        yield Sentence(start, words, to_bio(tags))
-
-
 def _tagged(where: str, row: dict[str, Any], labels: Sequence[str]) -> Sentence:
     words, tags = _get(where, row, "tokens", kind=list), _get(where, row, "tags", kind=list)
     if len(words) != len(tags) or not all(isinstance(word, str) for word in words):
@@ -255,16 +218,18 @@ def _tag(where: str, tag: Any, labels: Sequence[str]) -> str:
             raise DataError(f"{where}: a tag may not be {tag!r}: the head has {len(labels)} labels")
         return labels[int(tag)]
     name = str(tag).strip()
-    if not TAG.fullmatch(name):
-        raise DataError(f"{where}: a tag may not be {tag!r}: O, B-..., I-... (or BIOES, BILOU)")
+    if not conll.TAG.fullmatch(name):
+        raise DataError(
+            f"{where}: a tag may not be {tag!r}: O, B-..., I-... (or BIOES, BILOU, BMEWO)"
+        )
     return name
 
 
 def to_bio(tags: Sequence[str]) -> list[str]:
     """Convert tags to BIO.
 
-    IOB1 has B- only between adjacent entities of a type. In BIOES and BILOU, S- and U- are entities of one word, E- and
-    L- the last word of an entity, and M- a word within one.
+    IOB1 has B- only between adjacent entities of a type. In BIOES, BILOU and BMEWO, S-, U- and W- are entities of one
+    word, E- and L- the last word of an entity, and M- a word within one.
     """
     converted = []
     inside = ""  # the type of the entity that may continue
@@ -274,9 +239,9 @@ def to_bio(tags: Sequence[str]) -> list[str]:
             converted.append(tag)
             inside = ""
             continue
-        begins = position in "BSU" or kind != inside
+        begins = position in "BSUW" or kind != inside
         converted.append(f"{'B' if begins else 'I'}-{kind}")
-        inside = "" if position in "SUEL" else kind
+        inside = "" if position in "SUWEL" else kind
     return converted
 
 

@@ -62,8 +62,8 @@ def test_packed_files_are_unpacked(tmp_path: Path) -> None:
     assert [row.text for row in labelled_rows.read(path, "classification")] == ["café"]
 
 
-def test_sentences_take_the_first_and_the_last_column(tmp_path: Path) -> None:
-    """Columns between them, -DOCSTART- lines and repeated empty lines do not matter."""
+def test_sentences_of_several_columns(tmp_path: Path) -> None:
+    """Phrases, comments, -DOCSTART- lines and repeated empty lines do not matter."""
     path = write(
         tmp_path / "a.conll",
         "-DOCSTART- -X- O O",
@@ -72,12 +72,67 @@ def test_sentences_take_the_first_and_the_last_column(tmp_path: Path) -> None:
         "sold\tVBD\tB-VP\tO",
         "",
         "",
-        "Turin NNP B-LOC",
+        "# a comment",
+        "Turin NNP I-NP B-LOC",
     )
     first, second = labelled_rows.read(path, "ner")
     assert (first.words, first.tags, first.where) == (["Ada", "sold"], ["B-PER", "O"], f"{path}:3")
-    assert (second.words, second.tags, second.where) == (["Turin"], ["B-LOC"], f"{path}:7")
+    assert (second.words, second.tags, second.where) == (["Turin"], ["B-LOC"], f"{path}:8")
     assert (first.text, first.starts.tolist()) == ("Ada sold", [0, 4])
+
+
+@pytest.mark.parametrize(
+    ("lines", "words", "tags"),
+    [
+        (["1 EU NNP I-NP I-ORG", "2 rejects VBZ I-VP O"], ["EU", "rejects"], ["B-ORG", "O"]),
+        (["1\tEU\tB-ORG", "2\trejects\tO"], ["EU", "rejects"], ["B-ORG", "O"]),
+        (["B-ORG\tEU", "O\trejects"], ["EU", "rejects"], ["B-ORG", "O"]),
+        (["New York\tB-LOC", "10 000\tO"], ["New York", "10 000"], ["B-LOC", "O"]),
+        (["en:Berlin\tB-LOC", "en::\tO"], ["Berlin", ":"], ["B-LOC", "O"]),
+        (["en:Berlin B-LOC", "fr:is O"], ["en:Berlin", "fr:is"], ["B-LOC", "O"]),
+        (["EU I-NP", "rejects I-VP"], ["EU", "rejects"], ["B-NP", "B-VP"]),
+        (["# O", "a W-X", "b M-X", "c E-X"], ["#", "a", "b", "c"], ["O", "B-X", "B-X", "I-X"]),
+    ],
+)
+def test_columns_by_their_content(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    lines: list[str],
+    words: list[str],
+    tags: list[str],
+) -> None:
+    """Numbers and phrases are none of them; what is not plainly two columns is reported in one line."""
+    path = write(tmp_path / "a.bio", *lines)
+    [row] = labelled_rows.read(path, "ner")
+    assert (row.words, row.tags) == (words, tags)
+    is_plain = len(lines[0].split("\t" if "\t" in lines[0] else " ")) == 2 and words[0] != "Berlin"
+    assert len(caplog.messages) == (0 if is_plain else 1)
+
+
+def test_two_columns_of_tags(tmp_path: Path) -> None:
+    """The error lists the columns, and a number after the file's name chooses."""
+    path = write(tmp_path / "a.tsv", "1\tBonn\tB-ORG\tB-LOC", "2\twon\tO\tO")
+    message = (
+        r"a\.tsv: .* unclear: 1 \('1', '2'\), 2 \('Bonn', 'won'\), 3 .*, such as \?tokens=2&tags=3"
+    )
+    with pytest.raises(DataError, match=message):
+        labelled_rows.read(path, "ner")
+    [row] = labelled_rows.read(f"{path}?tokens=2&tags=3", "ner")
+    assert (row.words, row.tags) == (["Bonn", "won"], ["B-ORG", "O"])
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["Bonn B-LOC", "10 000 O"], "a.conll:2: 3 columns, and line 1 has 2"),
+        (["Bonn B-LOC", "won"], "a.conll:2: not a token and its tag .*: 'won'"),
+        (["word tag", "Bonn B-LOC"], "a.conll:1: not a token and its tag .*: 'word tag'"),
+        (["Bonn LOC", "won O"], "a.conll:1: not a token and its tag"),
+    ],
+)
+def test_wrong_columns(tmp_path: Path, lines: list[str], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        labelled_rows.read(write(tmp_path / "a.conll", *lines), "ner")
 
 
 def test_a_word_may_hold_blanks_of_other_kinds(tmp_path: Path) -> None:
