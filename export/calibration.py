@@ -20,7 +20,7 @@ from onnx import helper
 
 from export import trace_graphs
 from export.passes.fold import fold
-from export.passes.graph_utils import TRUNK, drop_unused_nodes, is_trunk_product
+from export.passes.graph_utils import TRUNK, is_trunk_product, replace_nodes
 from service.core.cpu import CPU
 from service.core.encode import Encoder, Window
 from service.core.packing import pack
@@ -84,7 +84,7 @@ def measure_inputs(model: onnx.ModelProto, windows: Sequence[Window]) -> dict[st
     names = sorted({n.input[0] for n in measured.graph.node if is_trunk_product(n, TRUNK)})
     del measured.graph.output[:]
     measured.graph.output.extend(map(helper.make_empty_tensor_value_info, names))
-    drop_unused_nodes(measured.graph)
+    replace_nodes(measured.graph, measured.graph.node)
     ordered = sorted(windows, key=len)
     tokens = sum(map(len, ordered))
     found: dict[str, Floats] = {}

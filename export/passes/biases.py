@@ -20,7 +20,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import NodeProto
 
-from export.passes.graph_utils import Weights, count_readers, drop_unused_weights, producers
+from export.passes.graph_utils import Weights, count_readers, producers, replace_nodes
 
 BIAS = 2  # place among the inputs of Gemm
 KEY, VALUE = 1, 2  # places among the inputs of PackedMultiHeadAttention
@@ -53,7 +53,7 @@ def move_biases(model: onnx.ModelProto) -> None:
             name = weights.add(f"{product.input[1]}.moved_bias", bias.astype(np.float16))
             norm.input.append(name)
         _drop_bias(product)
-    drop_unused_weights(graph)
+    replace_nodes(graph, graph.node)
 
 
 def _own_product(

@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 from onnx import NodeProto, helper, numpy_helper
 
-from export.passes.graph_utils import attribute, drop_unused_nodes, producers, with_inputs
+from export.passes.graph_utils import attribute, producers, replace_nodes, with_inputs
 
 # Operators that compute each row of their output from the same row of their inputs, weights excepted.
 ROWWISE = frozenset(
@@ -53,11 +53,9 @@ def narrow(model: onnx.ModelProto) -> None:
     if not pruning.narrow:
         return
     nodes = [new for node in graph.node for new in pruning.rewrite(node)]
-    del graph.node[:]
-    graph.node.append(helper.make_node("Gather", ["unpack", NUMBER], [FIRSTS], axis=1))
-    graph.node.extend(nodes)
+    first = helper.make_node("Gather", ["unpack", NUMBER], [FIRSTS], axis=1)
     graph.initializer.extend(numpy_helper.from_array(a, name) for name, a in CONSTANTS.items())
-    drop_unused_nodes(graph)
+    replace_nodes(graph, [first, *nodes])
 
 
 class _Pruning:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from export.passes.graph_utils import drop_unused_weights, takes_words
+from export.passes.graph_utils import replace_nodes, takes_words
 from service.core.session import ort
 
 LARGE = 4096  # numbers
@@ -39,9 +39,7 @@ def fold(model: onnx.ModelProto) -> None:
     names = sorted(used & _named(fixed, outputs=True))
     if names:
         graph.initializer.extend(_computed(model, fixed, names))
-    del graph.node[:]
-    graph.node.extend(rest)
-    drop_unused_weights(graph)
+    replace_nodes(graph, rest)
 
 
 def _named(nodes: Iterable[NodeProto], *, outputs: bool) -> set[str]:

@@ -1,7 +1,7 @@
-"""Helpers of the passes over a graph: attributes, producers and readers, copies, and removal of unused parts."""
+"""Helpers of the passes over a graph: attributes, producers and readers, copies, and other nodes."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,11 +40,15 @@ def takes_words(node: NodeProto) -> bool:
 
 
 class Weights:
-    """The weights of a graph, by name. Equal names are equal weights: a name that exists is not added again."""
+    """The weights of a graph, by name. Equal names are equal weights: a name that exists is not added again.
+
+    names: of the weights, and of values that a pass has nodes for
+    """
 
     def __init__(self, graph: onnx.GraphProto) -> None:
         self._graph = graph
         self._tensors = {tensor.name: tensor for tensor in graph.initializer}
+        self.names = {*self._tensors}
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -52,10 +56,14 @@ class Weights:
     def __getitem__(self, name: str) -> NDArray[Any]:
         return numpy_helper.to_array(self._tensors[name])
 
-    def add(self, name: str, value: NDArray[Any]) -> str:
+    def floats(self, name: str) -> NDArray[np.float32]:
+        return self[name].astype(np.float32)
+
+    def add(self, name: str, value: NDArray[Any] | np.generic) -> str:
         """Add a weight, and return its name."""
-        if name not in self._tensors:
-            self._tensors[name] = numpy_helper.from_array(np.ascontiguousarray(value), name)
+        if name not in self.names:
+            self.names.add(name)
+            self._tensors[name] = numpy_helper.from_array(np.asarray(value, order="C"), name)
             self._graph.initializer.append(self._tensors[name])
         return name
 
@@ -68,23 +76,16 @@ def with_inputs(node: NodeProto, names: Iterable[str]) -> NodeProto:
     return new
 
 
-def drop_unused_nodes(graph: onnx.GraphProto) -> None:
-    """Remove the nodes that no output depends on, and then their weights."""
+def replace_nodes(graph: onnx.GraphProto, nodes: Sequence[NodeProto]) -> None:
+    """Replace a graph's nodes by those of these that an output depends on, and remove the weights that none reads."""
     wanted = {value.name for value in graph.output}
     kept: list[NodeProto] = []
-    for node in reversed(graph.node):
+    for node in reversed(nodes):
         if wanted.intersection(node.output):
             kept.append(node)
             wanted.update(node.input)
     del graph.node[:]
     graph.node.extend(reversed(kept))
-    drop_unused_weights(graph)
-
-
-def drop_unused_weights(graph: onnx.GraphProto) -> None:
-    """Remove the weights that no node reads."""
-    used = {name for node in graph.node for name in node.input}
-    used |= {value.name for value in graph.output}
-    kept = [tensor for tensor in graph.initializer if tensor.name in used]
+    read = [tensor for tensor in graph.initializer if tensor.name in wanted]
     del graph.initializer[:]
-    graph.initializer.extend(kept)
+    graph.initializer.extend(read)

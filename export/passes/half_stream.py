@@ -30,8 +30,8 @@ from export.passes.graph_utils import (
     Weights,
     attribute,
     count_readers,
-    drop_unused_nodes,
     producers,
+    replace_nodes,
     with_inputs,
 )
 from export.passes.half_norm import skip_norm
@@ -93,9 +93,7 @@ def fuse_norms(model: onnx.ModelProto, norms: Collection[str]) -> None:
     graph = model.graph
     fusion = _Fusion(graph, {f"model.{name}.weight" for name in norms})
     nodes = [new for node in graph.node for new in fusion.rewrite(node)]
-    del graph.node[:]
-    graph.node.extend(nodes)
-    drop_unused_nodes(graph)
+    replace_nodes(graph, nodes)
 
 
 class _Fusion:

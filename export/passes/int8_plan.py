@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import NodeProto, TensorProto, numpy_helper
+from onnx import NodeProto
 
-from export.passes.graph_utils import count_readers, is_trunk_product, producers
+from export.passes.graph_utils import Weights, count_readers, is_trunk_product, producers
 from export.passes.outliers import find_layers
 from export.passes.rounding import TINY, compensated, nearest, pairwise
 from export.passes.row_steps import (
@@ -69,14 +69,14 @@ def plan_products(
     graph: onnx.GraphProto, inputs: Mapping[str, Floats], trunk: str, split: Mapping[str, Channels]
 ) -> dict[str, Plan]:
     """Return the plan of each input of the encoder's products. inputs: measured, [T, K]; split: see `split_outliers`"""
-    weights = {tensor.name: tensor for tensor in graph.initializer}
+    weights = Weights(graph)
     normed = {n for n, node in producers(graph).items() if node.op_type == "LayerNormalization"}
     kept = normed & foldable_inputs(graph, trunk) | {
         layer.up.input[0] for layer in find_layers(graph, trunk)
     }
     plans: dict[str, Plan] = {}
     for names, matrices in _groups(node for node in graph.node if is_trunk_product(node, trunk)):
-        exact = {name: to_floats(weights[name]) for name in sorted(matrices)}
+        exact = {name: weights.floats(name) for name in sorted(matrices)}
         measured = [inputs[name] for name in sorted(names) if name in inputs]
         x = np.concatenate(measured)[:: len(measured)] if measured else None
         smooth = names <= normed
@@ -168,7 +168,3 @@ def _sizes(x: Floats, exact: Mapping[str, Floats]) -> Floats:
     columns = np.maximum(columns, FLOOR * columns.max() + TINY)
     sizes = inputs**SMOOTHING / columns ** (1 - SMOOTHING)
     return np.asarray(sizes / sizes.mean(), dtype=np.float32)
-
-
-def to_floats(tensor: TensorProto) -> Floats:
-    return numpy_helper.to_array(tensor).astype(np.float32)

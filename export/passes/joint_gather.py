@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import onnx
 from onnx import NodeProto, helper
 
-from export.passes.graph_utils import Weights, attribute, count_readers, producers
+from export.passes.graph_utils import Weights, attribute, count_readers, producers, replace_nodes
 
 
 def join_gathers(model: onnx.ModelProto) -> None:
@@ -30,8 +30,7 @@ def join_gathers(model: onnx.ModelProto) -> None:
             helper.make_node("Split", [slots, split.input[1]], outputs, axis=-1),
         ]
     nodes = [new for node in graph.node for new in joined.get(node.output[0], [node])]
-    del graph.node[:]
-    graph.node.extend(nodes)
+    replace_nodes(graph, nodes)
 
 
 def _find(graph: onnx.GraphProto) -> Iterator[tuple[NodeProto, list[NodeProto], list[NodeProto]]]:

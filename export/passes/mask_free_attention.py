@@ -17,7 +17,7 @@ import numpy as np
 import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from export.passes.graph_utils import attribute, drop_unused_weights, producers, with_inputs
+from export.passes.graph_utils import attribute, producers, replace_nodes, with_inputs
 
 PREFIX = "maskless."  # of the names of added tensors, which contain no weights of the model
 FAR = -1e9  # a score that softmax turns to 0 next to that of any real key
@@ -71,9 +71,7 @@ def drop_masks(model: onnx.ModelProto) -> None:
     replaced |= {node.output[0]: _attend(node) for node, _, _ in attentions}
     rest = [new for node in graph.node for new in replaced.get(node.output[0], [node])]
     graph.initializer.extend(_constants(heads, rows // 3, hidden))
-    del graph.node[:]
-    graph.node.extend([*widen, *_empty_slots(), *rest])
-    drop_unused_weights(graph)
+    replace_nodes(graph, [*widen, *_empty_slots(), *rest])
 
 
 def _attentions(graph: onnx.GraphProto) -> Iterator[Attention]:

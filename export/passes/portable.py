@@ -12,7 +12,7 @@ import onnx
 from onnx import NodeProto, TensorProto, ValueInfoProto, helper, inliner, parser
 
 from export.passes.fold import fold
-from export.passes.graph_utils import attribute, drop_unused_nodes, producers, with_inputs
+from export.passes.graph_utils import attribute, producers, replace_nodes, with_inputs
 
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 OPSETS = [helper.make_opsetid("", 20)]
@@ -91,7 +91,7 @@ def make_portable(packed: onnx.ModelProto) -> onnx.ModelProto:
     per_token = [value for value in graph.output if _dimensions(value)[0] == "T"]
     calls = [*_call_functions(graph, [value.name for value in per_token])]
     added = [value for value in graph.input if value.name not in {*IDS, *COMPUTED}]
-    del graph.input[:], graph.node[:], model.opset_import[:]
+    del graph.input[:], model.opset_import[:]
     graph.input.extend(
         helper.make_tensor_value_info(name, TensorProto.INT64, ["B", "S"]) for name in INPUTS
     )
@@ -99,9 +99,8 @@ def make_portable(packed: onnx.ModelProto) -> onnx.ModelProto:
     for value in per_token:
         shape = ["B", "S", *_dimensions(value)[1:]]
         value.CopyFrom(helper.make_tensor_value_info(value.name, TensorProto.FLOAT, shape))
-    graph.node.extend(_inline(calls).node)
     model.opset_import.extend(OPSETS)
-    drop_unused_nodes(graph)
+    replace_nodes(graph, _inline(calls).node)
     fold(model)
     return model
 

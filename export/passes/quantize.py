@@ -12,7 +12,6 @@ multiplies by the embedding table itself, so its activations have 7 bits.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import numpy as np
 import onnx
@@ -23,13 +22,14 @@ from export.passes.fold import fold
 from export.passes.graph_utils import (
     TRUNK,
     WORDS,
+    Weights,
     attribute,
-    drop_unused_weights,
     is_trunk_product,
+    replace_nodes,
     takes_words,
     with_inputs,
 )
-from export.passes.int8_plan import Plan, foldable_inputs, plan_products, to_floats
+from export.passes.int8_plan import Plan, foldable_inputs, plan_products
 from export.passes.outliers import outlier_name, split_outliers
 from export.passes.rounding import LEVELS, TINY, largest, nearest
 from export.passes.row_steps import MOST, Channels
@@ -55,76 +55,52 @@ def quantize(
     graph = quantized.graph
     inputs = inputs or {}
     split = split_outliers(graph, inputs, trunk)
-    weights = {tensor.name: tensor for tensor in graph.initializer}
+    weights = Weights(graph)
+    matrices = {tensor.name for tensor in graph.initializer if len(tensor.dims) == 2}
+    weights.names |= {outlier_name(x) for x in split}
     parts = {node.output[0]: node for node in graph.node if takes_words(node)}
-    constants = _Constants(graph)
-    constants.names |= {outlier_name(x) for x in split}
     plans = plan_products(graph, inputs, trunk, split)
     folded = {x for x in foldable_inputs(graph, trunk) if plans[x].smooth}
     nodes: list[NodeProto] = []
     for node in graph.node:
         if is_trunk_product(node, trunk):
             x = node.input[0]
-            nodes += _product(node, plans[x], weights, constants, folded=x in folded)
+            nodes += _product(node, plans[x], weights, folded=x in folded)
         elif node.output[0] in folded:
-            nodes.append(_smooth_norm(node, plans[node.output[0]], weights, constants))
+            nodes.append(_smooth_norm(node, plans[node.output[0]], weights))
         elif node.op_type == "Gemm" and node.input[1].endswith(WORDS):
-            nodes += _vocabulary_product(node, to_floats(weights[node.input[1]]), constants)
+            nodes += _vocabulary_product(node, weights.floats(node.input[1]), weights)
         elif node.op_type == "Gemm" and node.input[1] in parts:
             part = parts[node.input[1]]
-            nodes += _vocabulary_product(node, to_floats(weights[part.input[0]]), constants, part)
+            nodes += _vocabulary_product(node, weights.floats(part.input[0]), weights, part)
         elif node.output[0] in parts:
             continue
         elif node.op_type == "Gather" and node.input[0].endswith(WORDS):
-            nodes += _lookup(node, to_floats(weights[node.input[0]]), constants)
+            nodes += _lookup(node, weights.floats(node.input[0]), weights)
         else:
             nodes.append(node)
-    left = [
-        name
-        for node in nodes
-        for name in node.input
-        if trunk in name and _is_matrix(weights.get(name))
-    ]
+    left = [name for node in nodes for name in node.input if name in matrices and trunk in name]
     if left:
         raise ValueError(f"cannot quantise this graph: {left[0]} is used in a way not known here")
-    del graph.node[:]
-    for zero_point in sorted({plan.zero_point for plan in plans.values()}):
-        graph.node.extend(_zero_points(zero_point, _shared_zero_points(zero_point), "input_ids"))
-    graph.node.extend(nodes)
-    drop_unused_weights(graph)
+    points = [
+        node
+        for point in sorted({plan.zero_point for plan in plans.values()})
+        for node in _zero_points(point, _shared_zero_points(point), "input_ids")
+    ]
+    replace_nodes(graph, [*points, *nodes])
     onnx.checker.check_model(quantized)
     return quantized
 
 
-def _is_matrix(tensor: onnx.TensorProto | None) -> bool:
-    return tensor is not None and len(tensor.dims) == 2
-
-
-class _Constants:
-    """Initializers of a graph, added once each."""
-
-    def __init__(self, graph: onnx.GraphProto) -> None:
-        self.graph = graph
-        self.names = {tensor.name for tensor in graph.initializer}
-
-    def add(self, name: str, value: NDArray[Any] | np.generic) -> str:
-        if name not in self.names:
-            self.graph.initializer.append(numpy_helper.from_array(np.asarray(value), name))
-            self.names.add(name)
-        return name
-
-
-def _smooth_norm(
-    node: NodeProto, plan: Plan, weights: Mapping[str, TensorProto], constants: _Constants
-) -> NodeProto:
+def _smooth_norm(node: NodeProto, plan: Plan, weights: Weights) -> NodeProto:
     """Return a norm that computes the smoothed output."""
     assert plan.center is not None
     assert plan.factor is not None
-    weight, *bias = (to_floats(weights[name]) for name in node.input[1:])
+    weight, *bias = (weights.floats(name) for name in node.input[1:])
     x = node.output[0]
     names = [
-        constants.add(f"{x}.norm.weight", weight * plan.factor),
-        constants.add(f"{x}.norm.bias", (sum(bias, start=-plan.center)) * plan.factor),
+        weights.add(f"{x}.norm.weight", weight * plan.factor),
+        weights.add(f"{x}.norm.bias", (sum(bias, start=-plan.center)) * plan.factor),
     ]
     norm = with_inputs(node, [node.input[0], *names])
     norm.output[:] = [_smoothed(x)]
@@ -135,23 +111,22 @@ def _smoothed(x: str) -> str:
     return f"{x}.smooth"
 
 
-def _smooth(x: str, plan: Plan, constants: _Constants) -> Iterator[NodeProto]:
+def _smooth(x: str, plan: Plan, weights: Weights) -> Iterator[NodeProto]:
     """Yield the nodes of (x - center) * factor."""
     assert plan.factor is not None
     centered = x
     if plan.center is not None:
         centered = f"{x}.centered"
-        center = constants.add(f"{x}.center", plan.center)
+        center = weights.add(f"{x}.center", plan.center)
         yield helper.make_node("Sub", [x, center], [centered])
-    factor = constants.add(f"{x}.factor", plan.factor)
+    factor = weights.add(f"{x}.factor", plan.factor)
     yield helper.make_node("Mul", [centered, factor], [_smoothed(x)])
 
 
 def _product(
     node: NodeProto,
     plan: Plan,
-    weights: Mapping[str, TensorProto],
-    constants: _Constants,
+    weights: Weights,
     *,
     folded: bool,
 ) -> Iterator[NodeProto]:
@@ -167,37 +142,37 @@ def _product(
     matrix = plan.matrices[name]
     values = _smoothed(x) if plan.smooth else x
     row, quantized = _quantized_rows(values)
-    if row not in constants.names:
-        constants.names.add(row)
+    if row not in weights.names:
+        weights.names.add(row)
         if plan.smooth and not folded:
-            yield from _smooth(x, plan, constants)
-        yield from _quantize_rows(values, constants, MOST, plan.zero_point)
+            yield from _smooth(x, plan, weights)
+        yield from _quantize_rows(values, weights, MOST, plan.zero_point)
     operands = [
         quantized,
-        constants.add(f"{name}.int8", matrix.rounded.T.copy()),
-        constants.add("quantize.one", np.float32(1)),
-        constants.add(f"{name}.scale", matrix.scales),
-        constants.add(f"quantize.zero_point.{plan.zero_point}", np.uint8(plan.zero_point)),
+        weights.add(f"{name}.int8", matrix.rounded.T.copy()),
+        weights.add("quantize.one", np.float32(1)),
+        weights.add(f"{name}.scale", matrix.scales),
+        weights.add(f"quantize.zero_point.{plan.zero_point}", np.uint8(plan.zero_point)),
     ]
     if matrix.correction is not None:
-        corrected = sum((to_floats(weights[b]) for b in bias), start=matrix.correction)
-        bias = [constants.add(f"{node.output[0]}.bias", corrected)]
+        corrected = sum((weights.floats(b) for b in bias), start=matrix.correction)
+        bias = [weights.add(f"{node.output[0]}.bias", corrected)]
     if plan.outliers is not None:
-        columns = to_floats(weights[name])[:, plan.outliers]
-        weight = constants.add(f"{name}.outliers", columns.copy())
-        yield from _take_outliers(x, plan.outliers, constants)
+        columns = weights.floats(name)[:, plan.outliers]
+        weight = weights.add(f"{name}.outliers", columns.copy())
+        yield from _take_outliers(x, plan.outliers, weights)
         added = f"{node.output[0]}.outliers"
         yield helper.make_node("Gemm", [outlier_name(x), weight, *bias], [added], transB=1)
         bias = [added]
     yield from _multiply(node, operands, row, bias)
 
 
-def _take_outliers(x: str, channels: Channels, constants: _Constants) -> Iterator[NodeProto]:
+def _take_outliers(x: str, channels: Channels, weights: Weights) -> Iterator[NodeProto]:
     """Yield the node that takes the outlier channels of x, [T, K], unless the graph has them already."""
     out = outlier_name(x)
-    if out not in constants.names:
-        constants.names.add(out)
-        indices = constants.add(f"{out}.channels", channels.astype(np.int64))
+    if out not in weights.names:
+        weights.names.add(out)
+        indices = weights.add(f"{out}.channels", channels.astype(np.int64))
         yield helper.make_node("Gather", [x, indices], [out], axis=1)
 
 
@@ -222,7 +197,7 @@ def _multiply(
 def _vocabulary_product(
     node: NodeProto,
     table: NDArray[np.float32],
-    constants: _Constants,
+    weights: Weights,
     part: NodeProto | None = None,
 ) -> Iterator[NodeProto]:
     """Yield the nodes of x @ table.T + b for the 8-bit table of `_lookup`, or for the rows that `part` takes.
@@ -231,20 +206,20 @@ def _vocabulary_product(
     """
     assert attribute(node, "transB") == 1, f"{node.name}: expected a transposed weight"
     x, name, *bias = node.input
-    zero = constants.add("quantize.narrow_zero_point", np.uint8(NARROW_ZERO_POINT))
+    zero = weights.add("quantize.narrow_zero_point", np.uint8(NARROW_ZERO_POINT))
     row, quantized = _quantized_rows(x)
-    axes = constants.add("quantize.axes", np.array([1], dtype=np.int64))
-    if row not in constants.names:
-        constants.names.add(row)
-        yield from _quantize_rows(x, constants, NARROW_MOST, NARROW_ZERO_POINT, f"{x}.scales")
-    rows, scale = _add_table(part.input[0] if part else name, table, constants)
+    axes = weights.add("quantize.axes", np.array([1], dtype=np.int64))
+    if row not in weights.names:
+        weights.names.add(row)
+        yield from _quantize_rows(x, weights, NARROW_MOST, NARROW_ZERO_POINT, f"{x}.scales")
+    rows, scale = _add_table(part.input[0] if part else name, table, weights)
     if part is not None:
         yield helper.make_node("Slice", [rows, *part.input[1:]], [f"{name}.rows"])
         yield helper.make_node("Slice", [scale, *part.input[1:]], [f"{name}.row_scales"])
         rows, scale = f"{name}.rows", f"{name}.row_scales"
     yield helper.make_node("Transpose", [rows], [f"{name}.columns"], perm=[1, 0])
     yield helper.make_node("Squeeze", [scale, axes], [f"{name}.scales"])
-    one = constants.add("quantize.one", np.float32(1))
+    one = weights.add("quantize.one", np.float32(1))
     operands = [quantized, f"{name}.columns", one, f"{name}.scales", zero]
     yield from _multiply(node, operands, row, bias)
 
@@ -255,7 +230,7 @@ def _quantized_rows(x: str) -> tuple[str, str]:
 
 
 def _quantize_rows(
-    x: str, constants: _Constants, most: int, zero_point: int, like: str | None = None
+    x: str, weights: Weights, most: int, zero_point: int, like: str | None = None
 ) -> Iterator[NodeProto]:
     """Yield the nodes that quantize rows to numbers from 0 to `most`.
 
@@ -265,12 +240,10 @@ def _quantize_rows(
     like: a value with as many rows, for zero points of its own; None for those that all inputs share
     """
     row, quantized = _quantized_rows(x)
-    above = constants.add(
-        f"quantize.above.{most - zero_point}", np.float32(1 / (most - zero_point))
-    )
-    below = constants.add(f"quantize.below.{zero_point}", np.float32(-1 / zero_point))
-    tiny = constants.add("quantize.tiny", np.float32(TINY))
-    axes = constants.add("quantize.axes", np.array([1], dtype=np.int64))
+    above = weights.add(f"quantize.above.{most - zero_point}", np.float32(1 / (most - zero_point)))
+    below = weights.add(f"quantize.below.{zero_point}", np.float32(-1 / zero_point))
+    tiny = weights.add("quantize.tiny", np.float32(TINY))
+    axes = weights.add("quantize.axes", np.array([1], dtype=np.int64))
     yield helper.make_node("ReduceMax", [x, axes], [f"{x}.max"], keepdims=1)
     yield helper.make_node("ReduceMin", [x, axes], [f"{x}.min"], keepdims=1)
     yield helper.make_node("Mul", [f"{x}.max", above], [f"{x}.above"])
@@ -294,20 +267,18 @@ def _shared_zero_points(zero_point: int) -> str:
     return f"quantize.zero_points.{zero_point}"
 
 
-def _lookup(
-    node: NodeProto, table: NDArray[np.float32], constants: _Constants
-) -> Iterator[NodeProto]:
+def _lookup(node: NodeProto, table: NDArray[np.float32], weights: Weights) -> Iterator[NodeProto]:
     """Yield the nodes that read rows of an 8-bit embedding table and multiply each by its scale."""
     name, ids, out = node.input[0], node.input[1], node.output[0]
-    rows, scale = _add_table(name, table, constants)
+    rows, scale = _add_table(name, table, weights)
     yield helper.make_node("Gather", [rows, ids], [f"{out}.int8"])
     yield helper.make_node("Cast", [f"{out}.int8"], [f"{out}.float"], to=TensorProto.FLOAT)
     yield helper.make_node("Gather", [scale, ids], [f"{out}.scale"])
     yield helper.make_node("Mul", [f"{out}.float", f"{out}.scale"], [out])
 
 
-def _add_table(name: str, table: NDArray[np.float32], constants: _Constants) -> tuple[str, str]:
+def _add_table(name: str, table: NDArray[np.float32], weights: Weights) -> tuple[str, str]:
     """Return the names of the 8-bit embedding table [V, E] and of its scales [V, 1]."""
     scales = largest(table, LEVELS)
-    rows = constants.add(f"{name}.int8", nearest(table, scales))
-    return rows, constants.add(f"{name}.scale", scales[:, None].copy())
+    rows = weights.add(f"{name}.int8", nearest(table, scales))
+    return rows, weights.add(f"{name}.scale", scales[:, None].copy())

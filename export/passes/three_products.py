@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 from onnx import NodeProto, helper
 
-from export.passes.graph_utils import Weights, count_readers, drop_unused_nodes, producers
+from export.passes.graph_utils import Weights, count_readers, producers, replace_nodes
 
 
 def split_products(model: onnx.ModelProto) -> None:
@@ -28,9 +28,7 @@ def split_products(model: onnx.ModelProto) -> None:
             nodes += _parts(product, node, weights)
         else:
             nodes.append(node)
-    del graph.node[:]
-    graph.node.extend(nodes)
-    drop_unused_nodes(graph)
+    replace_nodes(graph, nodes)
 
 
 def _parts(product: NodeProto, split: NodeProto, weights: Weights) -> list[NodeProto]:
