@@ -130,9 +130,8 @@ def _frame(tokenizer: tokenizers.Tokenizer, family: Family) -> None:
         pair=pair,
         special_tokens=[(token, tokenizer.token_to_id(token)) for token in _specials(family)],
     )
-    if (
-        family.tokenizer == "byte-level BPE"
-    ):  # the space before a word is not part of the word's offsets
+    # The space before a word is not part of the word's offsets.
+    if family.tokenizer == "byte-level BPE":
         framing = processors.Sequence([processors.ByteLevel(trim_offsets=True), framing])
     tokenizer.post_processor = framing
 

@@ -40,11 +40,8 @@ from model.heads import EncoderWithHeads
 from service.core.packing import Packed
 
 ROW_ERROR = 0.01  # of a norm's output, as a share of its length; fp16's own step is a thousandth
-MARGINS = (
-    0.5,
-    1.0,
-    4.0,
-)  # other texts may have smaller or larger sums: a norm has to fit with these factors
+# Other texts may have smaller or larger sums: a norm has to fit with these factors.
+MARGINS = (0.5, 1.0, 4.0)
 
 
 def fitting_norms(model: EncoderWithHeads, packed: Packed) -> set[str]:

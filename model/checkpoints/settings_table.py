@@ -21,9 +21,7 @@ class Handling(StrEnum):
     """What happens to a setting."""
 
     HONORED = "honored"
-    NO_EFFECT = (
-        "no effect"  # on any answer: the reference library computes the same for every value
-    )
+    NO_EFFECT = "no effect"  # on any answer: the reference library computes the same
     REFUSED = "refused"  # for every value that changes an answer
 
 

@@ -62,20 +62,15 @@ ACTIVATIONS: Mapping[str, type[nn.Module]] = {"Identity": nn.Identity, "Tanh": n
 MODULES = {"Transformer", "Pooling", "Dense", "Normalize", "MultiVectorMask", "SpladePooling"}
 EXPECTED = "Transformer, Pooling, any Dense, and Normalize or not"
 HeadModules = tuple[Pooling, bool, tuple[nn.Module, ...]]
-ORDER = re.compile(
-    r"Transformer, Pooling(, Dense)*(, Normalize)?"
-)  # the modules that our embedding head supports
+# The modules that our embedding head supports.
+ORDER = re.compile(r"Transformer, Pooling(, Dense)*(, Normalize)?")
 # The modules of late interaction: of a MultiVectorEncoder, and of PyLate, which normalizes and masks always.
 MULTI_VECTOR_ORDER = re.compile(
     r"Transformer(, Dense)*, (MultiVectorMask(, Normalize)?|Normalize, MultiVectorMask)"
 )
 SPARSE_ORDER = re.compile(r"Transformer, SpladePooling")
 PYLATE_ORDER = re.compile(r"Transformer(, Dense)+")
-TRANSFORMER_ONLY = re.compile(
-    "Transformer"
-)  # a CrossEncoder, which has the architecture's own head
-
-
+TRANSFORMER_ONLY = re.compile("Transformer")  # a CrossEncoder has the architecture's own head
 # Families whose attention hides masked tokens as queries, too, in the reference implementation.
 MASKED_QUERIES = ("deberta", "deberta-v2")
 

@@ -53,9 +53,7 @@ def _without_effect(family: Family) -> Iterator[str]:
     yield OTHER_PRETRAINING
     for stem in (*family.objectives.values(), family.decoder):
         yield from _stem(family, stem)
-    if getattr(
-        family.encoder, "has_pooler", False
-    ):  # of its own, which heads of tokens and spans do not read
+    if family.encoder.has_pooler:  # of its own, which heads of tokens and spans do not read
         for stem in family.encoder_names[r"pooler\.dense"]:
             yield from _stem(family, stem)
     if family.model_type.startswith("deberta"):

@@ -119,9 +119,8 @@ def save_head(path: str | Path, model: EncoderWithHeads, name: str, tokenizer: P
         activation = IDENTITY if head.problem_type == "regression" else SIGMOID
         extra["sentence_transformers"] = {"activation_fn": activation}
     if head.problem_type and not (one_label and head.problem_type == ONE_LABEL[SIGMOID]):
-        extra["problem_type"] = (
-            head.problem_type
-        )  # transformers refuses that one for a single label
+        # transformers refuses that one for a single label
+        extra["problem_type"] = head.problem_type
     files = _sentence_modules(model.config, head) if is_embedding else _sparse_modules(head)
     architecture = family.architecture_of(head.task)
     _write(Path(path), model.config, to_hub(single, names), tokenizer, architecture, files, extra)

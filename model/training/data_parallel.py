@@ -39,9 +39,7 @@ class Ranks:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         try:
             yield cls(dist.get_rank(), dist.get_world_size(), device)
-            with contextlib.suppress(
-                RuntimeError
-            ):  # a process that has failed reports its own error
+            with contextlib.suppress(RuntimeError):  # a failed process reports its own error
                 dist.barrier()  # a process ends only when all are done
         except RuntimeError as error:
             if not _is_lost(error):

@@ -13,9 +13,7 @@ from model.config import BertConfig
 from model.families.modernbert import slow_dimensions
 
 REACH = 128  # tokens; the score of an equal token falls with the distance, to a half at twice this
-MATCH_SCORE = (
-    8.0  # of an equal token nearby; scores of other tokens are about 0 with a deviation of 2
-)
+MATCH_SCORE = 8.0  # of an equal token nearby; others have about 0 with a deviation of 2
 
 
 def init_token_matching(encoder: nn.Module, layers: int, seed: int) -> None:
@@ -39,9 +37,8 @@ def init_token_matching(encoder: nn.Module, layers: int, seed: int) -> None:
             raise ValueError(
                 f"matching_layers: layer {layer + 1} of this {config.model_type} has no heads that can match tokens"
             )
-        scale = (
-            MATCH_SCORE * size**0.5 / len(slow)
-        ) ** 0.5  # for the projected part of a normalized token
+        # For the projected part of a normalized token.
+        scale = (MATCH_SCORE * size**0.5 / len(slow)) ** 0.5
         with torch.no_grad():
             weight = qkv.weight.view(3, heads, size, width)
             weight[:2, : heads // 2] *= 0.1  # not 0, or the other dimensions would get no gradient

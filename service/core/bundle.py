@@ -709,7 +709,9 @@ def writing(path: Path | str, *, replace: bool = False) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         yield folder
-        _settle(folder)
+        folder.chmod(0o755)
+        for file in [*folder.iterdir(), folder]:
+            _sync(file)
         if replace:
             swap(folder, target)
         else:
@@ -726,12 +728,6 @@ def check_replaceable(path: Path) -> None:
         raise FileExistsError(
             f"{path} is not replaced: it is not a bundle, because it has no {MANIFEST}"
         )
-
-
-def _settle(folder: Path) -> None:
-    folder.chmod(0o755)
-    for path in [*folder.iterdir(), folder]:
-        _sync(path)
 
 
 def _sync(path: Path) -> None:

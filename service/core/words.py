@@ -126,10 +126,7 @@ _TRIALS = (
         " \u00e9\u00fc o\u2019s p\u2026",
     ),
 )
-_SPACE_TOKENS = (
-    "▁",
-    "Ġ",
-)  # represent the space before a word, in tokenizers of pieces and of bytes
+_SPACE_TOKENS = ("▁", "Ġ")  # the space before a word, in tokenizers of pieces and of bytes
 
 
 class Places:

@@ -91,12 +91,9 @@ def needed_memory(settings: Settings, needs: Sequence[GraphNeed]) -> int:
     slots = settings.slots(CPU, usable_cores(), max(len(needs), 1))
     sessions = len(slots.threads) * sum(need.memory.opened for need in needs)
     largest = max((need.memory.of_batch(batch_tokens(settings, need)) for need in needs), default=0)
-    return process_memory(settings) + sessions + warm_up_memory(needs) + slots.number * largest
-
-
-def warm_up_memory(needs: Sequence[GraphNeed]) -> int:
-    """Return the bytes of the largest warm-up batch; the C library keeps them for the thread that opened the bundle."""
-    return max((need.memory.of_batch(warm_up_tokens(need)) for need in needs), default=0)
+    # The C library keeps the bytes of the largest warm-up batch for the thread that opened the bundle.
+    warm_up = max((need.memory.of_batch(warm_up_tokens(need)) for need in needs), default=0)
+    return process_memory(settings) + sessions + warm_up + slots.number * largest
 
 
 def process_memory(settings: Settings) -> int:

@@ -11,9 +11,7 @@ ANY = "*"
 UNIX = "unix:"  # notation of a peer on a Unix socket, in the list of trusted peers and in the log
 HOPS = 32  # largest number of proxies in a row that are considered, counted from the service
 KNOWN_PEERS = 4096  # number of peers in the cache of trust decisions
-FOR = re.compile(
-    r'(?:^|;)\s*for="?([^";]*)', re.IGNORECASE
-)  # for an element of `Forwarded`; RFC 7239, 4
+FOR = re.compile(r'(?:^|;)\s*for="?([^";]*)', re.IGNORECASE)  # in `Forwarded`; RFC 7239, 4
 NODE = re.compile(r"\[([^\]]*)\](?::\w+)?|([^:]+):\d+|(.+)")  # an address with or without a port
 
 Address = IPv4Address | IPv6Address

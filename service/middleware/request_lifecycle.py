@@ -135,7 +135,8 @@ class RequestLifecycle:
         if context.code:
             self._metrics.observe_error(context.code, context.client_deadline)
         facts: dict[str, object] = {}
-        if is_cheap(status, context):
+        # A client can repeat these requests at almost no cost, so that their log lines must be limited.
+        if context.refusal is not None or status in WITHOUT_WORK:
             limiter = self._refusals.setdefault(status, LogLimiter())
             if not limiter.may_tell():
                 return
@@ -158,14 +159,6 @@ class RequestLifecycle:
             **context.names,
             **facts,
         )
-
-
-def is_cheap(status: int, context: RequestContext) -> bool:
-    """Return whether a client can repeat a request at almost no cost, so that its log lines must be limited.
-
-    Such a request was refused before its body was read, or has no route.
-    """
-    return context.refusal is not None or status in WITHOUT_WORK
 
 
 def short(path: str) -> str:

@@ -244,10 +244,9 @@ def attributes(
 
 def failed(request_context: RequestContext) -> bool:
     """Return whether the service failed. A client's mistake is not an error of a server span."""
-    broken = request_context.status == OK and bool(
-        request_context.code
-    )  # an NDJSON stream that ended with an error
-    return broken or request_context.status >= InternalError.status
+    if request_context.status == OK:  # an NDJSON stream may end with an error
+        return bool(request_context.code)
+    return request_context.status >= InternalError.status
 
 
 def nanoseconds(seconds: float) -> int:

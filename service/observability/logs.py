@@ -36,9 +36,19 @@ def configure(level: str, form: Literal["auto", "console", "json"], stream: Text
     """Send all log lines of this process to `stream`. Lines that it refuses or takes too slowly are counted."""
     close()
     sink = cast(TextIO, open_writer(stream) or stream)
-    console = form == "console" or (form == "auto" and stream.isatty())
-    shared = shared_processors(console)
-    renderer = console_renderer(stream) if console else structlog.processors.JSONRenderer(to_json)
+    shared: list[Processor] = [
+        add_names,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    if form == "console" or (form == "auto" and stream.isatty()):
+        # Formatted tracebacks would print local variables, which contain clients' texts.
+        renderer: Processor = structlog.dev.ConsoleRenderer(
+            colors=stream.isatty(), exception_formatter=structlog.dev.plain_traceback
+        )
+    else:
+        shared.append(structlog.processors.format_exc_info)
+        renderer = structlog.processors.JSONRenderer(to_json)
     severity = logging.getLevelNamesMapping()[level.upper()]
     structlog.configure(
         processors=[*shared, renderer],
@@ -81,15 +91,6 @@ def exit_at_once(status: int) -> NoReturn:
     os._exit(status)
 
 
-def shared_processors(console: bool) -> list[Processor]:
-    processors: list[Processor] = [
-        add_names,
-        structlog.processors.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
-    ]
-    return processors if console else [*processors, structlog.processors.format_exc_info]
-
-
 def add_names(_: object, __: str, line: EventDict) -> EventDict:
     return {**NAMES.get(), **line}
 
@@ -99,13 +100,6 @@ def to_json(fields: Mapping[str, object], **options: Any) -> str:
         return orjson.dumps(fields, **options).decode()
     except TypeError:  # a lone surrogate, an integer of more than 64 bits
         return json.dumps({key: ascii(value) for key, value in fields.items()})
-
-
-def console_renderer(stream: TextIO) -> Processor:
-    # Formatted tracebacks would print local variables, which contain clients' texts.
-    return structlog.dev.ConsoleRenderer(
-        colors=stream.isatty(), exception_formatter=structlog.dev.plain_traceback
-    )
 
 
 def adopt_foreign_lines(

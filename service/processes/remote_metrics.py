@@ -42,7 +42,9 @@ class RemoteMetrics:
     def _forward(self, method: str, *arguments: Any) -> None:
         """Call a method of the inference process's metrics with the next push."""
         self._calls.append((method, arguments))
-        self._push_soon()
+        if not self._pushing:
+            self._pushing = True
+            asyncio.get_running_loop().call_later(PUSH_S, self._push)
 
     def expect(self, routes: Mapping[str, bool]) -> None:
         self._routes.update(routes)
@@ -54,11 +56,6 @@ class RemoteMetrics:
     async def _fetch(self) -> bytes:
         self._push()
         return await self._device.page(self._routes)
-
-    def _push_soon(self) -> None:
-        if not self._pushing:
-            self._pushing = True
-            asyncio.get_running_loop().call_later(PUSH_S, self._push)
 
     def _push(self) -> None:
         self._pushing = False

@@ -83,7 +83,9 @@ class Processes:
     async def run(self) -> int:
         """Serve until a stop signal. Returns the exit status."""
         stop_signals.deliver(partial(self._receive_signal, asyncio.get_running_loop()))
-        reaping = asyncio.create_task(reap_orphans(self._pids))
+        reaping = asyncio.create_task(
+            reap_orphans(lambda: [child.process.pid for child in self._children])
+        )
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._keep_running("inference"))
@@ -105,9 +107,6 @@ class Processes:
             reaping.cancel()
             self._kill()
         return self._status
-
-    def _pids(self) -> list[int]:
-        return [child.process.pid for child in self._children]
 
     async def _keep_running(self, role: str) -> None:
         """Keep a child of this role running until the service ends."""
@@ -170,7 +169,9 @@ class Processes:
         control = ChildControl(process.control, lambda report: self._receive_report(child, report))
         last_report, last_repeat = LastSign(self._stall_clock), LastSign(self._stall_clock)
         child = Child(role, process, control, last_report, last_repeat)
-        self._connect_to_others(child)
+        for other in self._children:
+            if other.role != role:
+                self._connect(child, other)
         self._children.add(child)
         if self._settings.keys is not keys:
             self._send_keys(child)
@@ -189,12 +190,6 @@ class Processes:
         self._served.add(child.role)
         if child.role == "http":
             self._shutdown.advance(Stage.RUNNING)
-
-    def _connect_to_others(self, new: Child) -> None:
-        """Connect a child to all children of the other role."""
-        for other in self._children:
-            if other.role != new.role:
-                self._connect(new, other)
 
     def _connect(self, one: Child, other: Child) -> None:
         """Send each of two children one end of a new channel; where one end is lost, the other closes."""

@@ -50,10 +50,8 @@ def scan_bundles(root: Path) -> dict[Path, SeenBundle | None]:
         if not folder.name.startswith(".") and not folder.is_symlink():
             try:
                 found[folder] = examine(folder)
-            except (
-                FileNotFoundError,
-                NotADirectoryError,
-            ):  # no bundle, or one that is being removed
+            # No bundle, or one that is being removed.
+            except (FileNotFoundError, NotADirectoryError):
                 continue
             except OSError:
                 found[folder] = None

@@ -125,10 +125,6 @@ class Estimator:
         self._recent = MEMORY ** len(self._new) * self._recent + fresh
         self._new.clear()
 
-    def tokens_per_second(self, lengths: Sequence[int], masks: int = 0) -> float:
-        """Predict the speed of one replica that runs batches of these lengths and mask tokens, back to back."""
-        return self.cost.tokens_per_second(lengths, masks)
-
 
 class Drain:
     """The measured speed of the device relative to the expected one, below 1 for busy cores or small batches.

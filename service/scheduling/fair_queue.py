@@ -129,7 +129,7 @@ class ModelStatistics:
         """Seconds of one slot per token in a typical batch."""
         lengths = [self.mean_length] * (1 if self.unbatched else POOL_BATCHES)
         masks = round(len(lengths) * self.mean_masks)
-        return 1 / self.estimators[1].tokens_per_second(lengths, masks)
+        return 1 / self.estimators[1].cost.tokens_per_second(lengths, masks)
 
 
 class FlowQueue(FlowWork):

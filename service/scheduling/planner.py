@@ -100,7 +100,8 @@ class Planner:
         width = self._width(model, pool, idle)
         cost = model.estimators[width].cost
         share = math.ceil(self._queue.tokens * width / (idle or self.slots))
-        batch = plan(pool, cost, self._limits(model, share), now)
+        limits = Budget(self.budget.tokens, self._size(model), share, model.area)
+        batch = plan(pool, cost, limits, now)
         if not batch:
             return None
         hold_s = self._hold_s(model, batch[0], cost, now) if may_hold else 0.0
@@ -113,7 +114,7 @@ class Planner:
             size = min(size, int(model.area // area(1, model.mean_length)))
         lengths = [model.mean_length] * max(size, 1)
         masks = round(len(lengths) * model.mean_masks)
-        return self.slots * model.estimators[1].tokens_per_second(lengths, masks)
+        return self.slots * model.estimators[1].cost.tokens_per_second(lengths, masks)
 
     def _width(self, model: ModelStatistics, pool: Sequence[Entry], idle: int) -> int:
         """Return the slots of the next batch: several if idle, few entries wait, and it ends earlier, or as a trial."""
@@ -127,10 +128,6 @@ class Planner:
         narrow = model.estimators[1].cost.seconds(longest, 1, longest, max(masks))
         trial = model.count_choice()
         return self._wide if (wide < narrow) is not trial else 1
-
-    def _limits(self, model: ModelStatistics, share: float) -> Budget:
-        """Return the limits of a batch of a model."""
-        return Budget(self.budget.tokens, self._size(model), share, model.area)
 
     def _size(self, model: ModelStatistics) -> int:
         """Return how many entries a batch of the model may hold."""
