@@ -46,7 +46,7 @@ from model.checkpoints.head_config import declares_pooling
 from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.reader import read_teachers
 from model.checkpoints.source import Source, read_source
-from model.checkpoints.unread import unread_settings
+from model.checkpoints.tables import unread_settings
 from model.heads import EncoderWithHeads, SentenceEmbedding
 from service.core import bundle
 from service.core.bundle import (

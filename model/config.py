@@ -49,7 +49,10 @@ class BertConfig:
 
     def __post_init__(self) -> None:
         self._check_values()
-        self._check_heads()
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"
+            )
         if self.hidden_act not in self.activations:
             known = " or ".join(map(repr, self.activations))
             word = self.words.get("hidden_act", "hidden_act")
@@ -57,13 +60,6 @@ class BertConfig:
         if self.max_length < 1:
             raise ValueError(
                 f"max_position_embeddings {self.max_position_embeddings} leaves no position for a token"
-            )
-
-    def _check_heads(self) -> None:
-        """Raise ValueError where the numbers of heads, or the hidden size, do not fit each other."""
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"
             )
 
     def _check_values(self) -> None:

@@ -151,11 +151,6 @@ def phase_at(step: int, steps: int, phases: list[Phase]) -> Phase:
     return phases[-1]
 
 
-def rate_at(step: int, steps: int, first: float, last: float) -> float:
-    """Return the mask rate of a step, linear from the first to the last (Ankner et al. 2023)."""
-    return first + (last - first) * step / max(steps - 1, 1)
-
-
 def losses(
     model: nn.Module, batch: PretrainingBatch, shares: Mapping[str, float] | None = None
 ) -> dict[str, Tensor]:
@@ -447,7 +442,8 @@ def _pretrain(s: PretrainSettings, ranks: Ranks) -> None:
         first = state["step"]
         for step in range(first, steps):
             lr = s.lr * optim.linear_schedule(step, steps, s.warmup, s.hold)
-            rate = rate_at(step, steps, first_rate, last_rate)
+            # Linear from the first to the last (Ankner et al. 2023).
+            rate = first_rate + (last_rate - first_rate) * step / max(steps - 1, 1)
             whole = draw(step, phase_at(step, steps, phases), rate=rate)
             run.step(step, trainer.step(whole, step, lr), whole.tokens, lr)
             last = step + 1 == steps

@@ -10,7 +10,6 @@ from pydantic import ValidationError
 
 from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.json_files import read_json, read_object
-from model.checkpoints.labels import read_labels
 from model.checkpoints.sentence_config import (
     ROOT,
     SPLADE_TABLE,
@@ -36,6 +35,7 @@ CARD = "README.md"
 MATRYOSHKA_DIMS = re.compile(r'"matryoshka_dims": (\[(?:\s*[1-9][0-9]{0,5}\s*,?)+\])')
 # Files and folders that describe heads, the pooling of an embedding head among them.
 HEAD_FILES = ("heads.json", "modules.json", "1_Pooling")
+DEFAULT_COUNT = 2  # labels, of transformers, where config.json has neither id2label nor num_labels
 Pooling = bundle.PoolingMode | tuple[bundle.PoolingMode, ...]
 # The activation of sentence-transformers' CrossEncoder, for one label or for several, and our problem type for it.
 IDENTITY = "torch.nn.modules.linear.Identity"
@@ -74,6 +74,33 @@ def validate_head(path: Path, **fields: Any) -> bundle.Head:
 def declares_pooling(folder: Path) -> bool:
     """Return whether a checkpoint's files state the pooling of an embedding head."""
     return any((folder / name).exists() for name in HEAD_FILES)
+
+
+def read_labels(path: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the labels by their indices, as transformers numbers them. Raises CheckpointError naming the field."""
+    count, named = config.get("num_labels"), config.get("id2label")
+    if named is None:
+        return tuple(f"LABEL_{index}" for index in range(count or DEFAULT_COUNT))
+    if not isinstance(named, Mapping):
+        raise CheckpointError(
+            f'{path}: id2label = {named!r} must be an object of indices and labels: {{"0": "...", ...}}'
+        )
+    if {str(index) for index in range(len(named))} != named.keys() or not named:
+        raise CheckpointError(
+            f"{path}: id2label has the indices {', '.join(sorted(named)) or 'of no labels'}: number the labels from 0"
+        )
+    if count not in (None, len(named)):
+        raise CheckpointError(
+            f"{path}: num_labels = {count}, but id2label has {len(named)} labels: remove num_labels"
+        )
+    return tuple(_read_label(path, index, named[str(index)]) for index in range(len(named)))
+
+
+def _read_label(path: Path, index: int, label: Any) -> str:
+    """Return a label as text; a number is written as in JSON."""
+    if isinstance(label, bool) or not isinstance(label, str | int | float):
+        raise CheckpointError(f"{path}: id2label: label {index} = {label!r} must be text")
+    return str(label)
 
 
 def is_cross_encoder(folder: Path) -> bool:

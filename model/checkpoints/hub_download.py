@@ -85,16 +85,14 @@ def weight_folders(folder: Path) -> list[str]:
     if is_sentence_directory(folder):
         modules = read_all_modules(folder)
         places = [
-            place.relative_to(folder).as_posix() for kind, place in modules if _has_weights(kind)
+            place.relative_to(folder).as_posix()
+            for kind, place in modules
+            if kind in ("Transformer", "Dense")
         ]
         places = ["" if place == "." else place for place in places]
     if (folder / GENERATOR / "config.json").is_file():
         places.append(GENERATOR)
     return list(dict.fromkeys(places))
-
-
-def _has_weights(kind: str) -> bool:
-    return kind in ("Transformer", "Dense")
 
 
 def _weights(places: Iterable[str], file: str) -> list[str]:

@@ -5,7 +5,7 @@
 """
 
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -131,11 +131,10 @@ def _expansion(
     if expansion is None:
         return {}
     place = f"{folder}: {EXPANSION} = {shown(expansion)}"
-    if not isinstance(expansion, Mapping) or (unknown := {*expansion} - EXPANSION_FIELDS):
+    if not isinstance(expansion, Mapping) or not {*expansion} <= EXPANSION_FIELDS:
         raise CheckpointError(
             f"{place}: must be an object of {', '.join(sorted(EXPANSION_FIELDS))}"
         )
-    del unknown
     strategy, length = expansion.get("strategy"), expansion.get("length")
     attend = expansion.get("attend", False)
     if strategy not in ("fixed", "min") or not isinstance(attend, bool):
@@ -148,8 +147,8 @@ def _expansion(
     if read_optional_object(inner / "tokenizer_config.json").get("padding_side") == "left":
         reason = "padding_side = 'left' of tokenizer_config.json is not supported with it"
         raise CheckpointError(f"{place}: {reason}")
-    names = ("mask_token", "eos_token")
-    token = expansion.get("token") or next(filter(None, _special_tokens(inner, names)), None)
+    tokens = (read_special_token(inner, name) for name in ("mask_token", "eos_token"))
+    token = expansion.get("token") or next(filter(None, tokens), None)
     number = None if token is None else tokenizer.token_to_id(token)
     if number is None:
         raise CheckpointError(f"{place}: the tokenizer has no token {shown(token)} to expand with")
@@ -159,10 +158,6 @@ def _expansion(
         "expansion_token_id": number,
         "attend_to_expansion": attend,
     }
-
-
-def _special_tokens(folder: Path, names: Sequence[str]) -> list[str | None]:
-    return [read_special_token(folder, name) for name in names]
 
 
 def _skip_words(folder: Path, root: Mapping[str, Any]) -> list[str]:

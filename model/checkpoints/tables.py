@@ -8,8 +8,13 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
-from model.checkpoints.config_table import CONFIG_TABLES
-from model.checkpoints.sentence_config import SENTENCE_TABLES
+from model.checkpoints.config_table import CONFIG_TABLES, unknown_settings
+from model.checkpoints.json_files import read_object
+from model.checkpoints.sentence_config import (
+    SENTENCE_TABLES,
+    encoder_folder,
+    unknown_sentence_settings,
+)
 from model.checkpoints.settings_table import SettingsFile, render_table
 from model.checkpoints.tokenizer_tables import (
     ADDED_TOKENS,
@@ -36,6 +41,14 @@ def insert(text: str, table: str) -> str:
     before, _, rest = text.partition(MARKS[0])
     _, _, after = rest.partition(MARKS[1])
     return f"{before}{MARKS[0]}\n{table}\n{MARKS[1]}{after}"
+
+
+def unread_settings(folder: Path) -> str:
+    """Return the settings that no library reads: `config.json: a, b; 1_Pooling/config.json: c`. Empty for none."""
+    path = encoder_folder(folder) / "config.json"
+    names = {str(path.relative_to(folder)): unknown_settings(read_object(path))}
+    names |= unknown_sentence_settings(folder)
+    return "; ".join(f"{file}: {', '.join(unknown)}" for file, unknown in names.items() if unknown)
 
 
 def main() -> None:

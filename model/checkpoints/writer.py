@@ -39,8 +39,8 @@ MULTI_VECTOR_CLASSES = {
     "Normalize": "sentence_transformers.base.modules.normalize.Normalize",
 }
 SPARSE_CLASSES = {
-    "": MULTI_VECTOR_CLASSES["Transformer"],
-    "1_SpladePooling": "sentence_transformers.sparse_encoder.modules.splade_pooling.SpladePooling",
+    "Transformer": MULTI_VECTOR_CLASSES["Transformer"],
+    "SpladePooling": "sentence_transformers.sparse_encoder.modules.splade_pooling.SpladePooling",
 }
 
 
@@ -142,22 +142,15 @@ def _save_late_interaction(
         "token": known.id_to_token(late.expansion_token_id or 0),
         "length": late.query_expansion,
     }
-    kinds = ["Dense", "MultiVectorMask", *(["Normalize"] if head.normalize else [])]
     token_vectors = {"module_input_name": TOKENS, "module_output_name": TOKENS}
     lengths = {"query_length": late.query_length, "document_length": late.document_length}
     if expansion and expansion["strategy"] == "fixed":
         del lengths["query_length"]
-    modules = [
-        {
-            "idx": i,
-            "name": str(i),
-            "path": f"{i}_{kind}" if i else "",
-            "type": MULTI_VECTOR_CLASSES[kind],
-        }
-        for i, kind in enumerate(["Transformer", *kinds])
-    ]
+    classes = {**MULTI_VECTOR_CLASSES}
+    if not head.normalize:
+        del classes["Normalize"]
     files: dict[str, Any] = {
-        "modules.json": modules,
+        "modules.json": _list_modules(classes),
         ROOT: {
             "model_type": "MultiVectorEncoder",
             "prompts": {"query": late.query_prefix, "document": late.document_prefix},
@@ -189,21 +182,25 @@ def _save_late_interaction(
     save_file({"linear.weight": layer.weight.detach()}, folder / "1_Dense" / "model.safetensors")
 
 
+def _list_modules(classes: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return the content of `modules.json`. classes: of the modules in order, by their kinds"""
+    return [
+        {"idx": i, "name": str(i), "path": f"{i}_{kind}" if i else "", "type": name}
+        for i, (kind, name) in enumerate(classes.items())
+    ]
+
+
 def _sparse_modules(head: bundle.Head) -> dict[str, Any]:
     """Return the files that a SparseEncoder reads; none for a head of another task."""
     if head.sparse is None:
         return {}
-    modules = [
-        {"idx": i, "name": str(i), "path": path, "type": kind}
-        for i, (path, kind) in enumerate(SPARSE_CLASSES.items())
-    ]
     pooling = {
         "pooling_strategy": "max",
         "activation_function": head.sparse.activation,
         "embedding_dimension": head.vocabulary_size,
     }
     return {
-        "modules.json": modules,
+        "modules.json": _list_modules(SPARSE_CLASSES),
         ROOT: {"model_type": "SparseEncoder"},
         SENTENCE_FILES[0]: {
             "transformer_task": "fill-mask",
@@ -217,22 +214,13 @@ def _sparse_modules(head: bundle.Head) -> dict[str, Any]:
 def _sentence_modules(config: BertConfig, head: bundle.Head) -> dict[str, Any]:
     """Return the files that sentence-transformers reads: its modules in order, the pooling and the prompts."""
     kinds = ["Transformer", "Pooling", *(["Normalize"] if head.normalize else [])]
-    modules = [
-        {
-            "idx": i,
-            "name": str(i),
-            "path": f"{i}_{kind}" if i else "",
-            "type": f"sentence_transformers.models.{kind}",
-        }
-        for i, kind in enumerate(kinds)
-    ]
     switches = {switch: mode in head.pooling_modes for switch, mode in POOLING_MODES.items()}
     is_switched = len(head.pooling_modes) == 1 and any(switches.values())
     named = {} if is_switched else {"pooling_mode": head.pooling_modes}
     pooling = {"include_prompt": head.include_prompt, **switches, **named}
     prompts = {"prompts": head.named_prompts, "default_prompt_name": head.default_prompt}
     return {
-        "modules.json": modules,
+        "modules.json": _list_modules({k: f"sentence_transformers.models.{k}" for k in kinds}),
         "1_Pooling/config.json": {"word_embedding_dimension": config.hidden_size, **pooling},
         **({ROOT: prompts} if head.prompts else {}),
     }

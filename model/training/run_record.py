@@ -46,14 +46,10 @@ class OtherRunError(ValueError):
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The settings of a run, and the files of each setting that names data: `file`, and `sha256` if it is local.
-
-    is_complete: whether the settings include values that the run chose, and no data, as in runs of older versions
-    """
+    """The settings of a run, and the files of each setting that names data: `file`, and `sha256` if it is local."""
 
     settings: dict[str, Any]
     data: dict[str, list[dict[str, str]]]
-    is_complete: bool = False
 
     @classmethod
     def of(cls, settings: RunSettings) -> "RunRecord":
@@ -66,8 +62,6 @@ class RunRecord:
         """Return the record of the run in a directory; None if there is none."""
         if (folder / RECORD).is_file():
             return cls(**json.loads((folder / RECORD).read_text(encoding="utf-8")))
-        if (folder / SETTINGS).is_file():
-            return cls(json.loads((folder / SETTINGS).read_text(encoding="utf-8")), {}, True)
         return None
 
     def write(self, folder: Path, settings: Any) -> None:
@@ -132,7 +126,7 @@ def differences(before: RunRecord, now: RunRecord, settings: Any) -> list[str]:
             found += _file_differences(name, before.data[name], now.data[name])
             continue
         was, value = (each.get(name, _ABSENT) for each in values)
-        if was != value and not (before.is_complete and value is None):
+        if was != value:
             found.append(f"{name}: {_show(value)} (was {_show(was)})")
     return found
 

@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 import transformers
 
+from model.checkpoints.head_config import read_labels
 from model.checkpoints.hub_names import CheckpointError
-from model.checkpoints.labels import read_labels
 
 PATH = Path("folder/config.json")
 

@@ -1,7 +1,7 @@
 import json
 from pathlib import Path
 
-from model.checkpoints.unread import unread_settings
+from model.checkpoints.tables import unread_settings
 
 
 def test_names_by_their_files(tmp_path: Path) -> None:

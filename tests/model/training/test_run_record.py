@@ -133,14 +133,6 @@ def test_settings_that_an_older_version_did_not_have(settings: Settings) -> None
     assert "lr: 0.5 (was 0.1)" in refusal(replace(settings, lr=0.5))
 
 
-def test_a_run_of_an_older_version(settings: Settings) -> None:
-    """It has settings alone, with the values that it chose; unset ones are not compared."""
-    (Path(settings.output) / "record.json").unlink()
-    check_output(settings)
-    check_output(replace(settings, lr=None))
-    assert "lr: 0.5 (was 0.1)" in refusal(replace(settings, lr=0.5))
-
-
 def test_settings_are_compared_as_they_are_given(settings: Settings) -> None:
     """A value that a run chooses for an unset setting, such as one that depends on the steps, is no difference."""
     unset = replace(settings, lr=None)
