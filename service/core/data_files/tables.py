@@ -56,6 +56,9 @@ def _checked(path: Path, names: Sequence[str], rows: Iterator[Row]) -> Iterator[
         if not is_blank and (any(cells[count:]) or len(cells) < count):
             counts = f"{len(cells)} columns, and the first line names {count}"
             raise DataError(f"{path}:{line}: {counts}")
+        if count > 1 and [cell.strip("\ufeff") for cell in cells] == names:
+            repeats = "repeats the first line, which names the columns, as joined files do"
+            raise DataError(f"{path}:{line}: {repeats}: remove it")
         yield line, [*cells, *[""] * count][:count]
 
 

@@ -301,6 +301,7 @@ def test_tags_that_are_numbers(tmp_path: Path) -> None:
         ),
         ("a.csv", b"text,label\na,x,y\n", "a.csv:2: 3 columns, and the first line names 2"),
         ("a.csv", b"text,label\na\n", "a.csv:2: 1 columns, and the first line names 2"),
+        ("a.csv", b"text,label\na,x\n\xef\xbb\xbftext,label\n", "a.csv:3: repeats the first line"),
         ("a.csv", b'text,label\n"a,x\nb,y\n', "a.csv:2: a quotation mark opens a cell and none"),
         ("a.csv", b'text,label\nb,y\n"a"b,x\n', "a.csv:3: ',' expected after '\"': quotation"),
         ("a.csv", b"text,label\na,x\nb,\n", "a.csv:3: no label"),

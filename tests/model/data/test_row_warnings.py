@@ -18,10 +18,38 @@ def text(place: int, text: str, label: str) -> Text:
 def test_labels_that_differ_in_case_or_blanks() -> None:
     """The most frequent one stays; the message has the setting that merges them."""
     labels = ["very good", "very good", "Very  Good", "bad"]
-    rows = [text(number, "a", label) for number, label in enumerate(labels)]
+    rows = [text(number, str(number), label) for number, label in enumerate(labels)]
     assert list(find_warnings(rows)) == [
-        "the labels 'very good' (2 rows), 'Very  Good' (1 row) differ in case or blanks alone and are learned"
-        ' as different ones: label_map = { "Very  Good" = "very good" } merges them'
+        "the labels 'very good' (2 rows), 'Very  Good' (1 row) differ in case, blanks, invisible characters or .0"
+        ' alone and are learned as different ones: label_map = { "Very  Good" = "very good" } merges them; see'
+        " a.csv:2"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("labels", "warning"),
+    [
+        (["1", "1", "1.0"], "labels '1' (2 rows), '1.0' (1 row) differ"),
+        (["1", "10", "1.5", "-1"], ""),
+        (["neg", "neg", "neg\u200b"], '{ "neg\\u200b" = "neg" } merges them; see a.csv:2'),
+        (["x;y", "x", "y|z"], "separate several: 'x;y' (1 row: a.csv:0), 'y|z' (1 row: a.csv:2)"),
+        (["a/b", "a", "x, y", ";)"], ""),
+        ([f"{n}.5" for n in range(10)], 'set problem_type = "regression"'),
+        ([*"abcdef", *"xxxxx"], "6 labels are in one row only, of 11 rows: 'a' (a.csv:0), 'b'"),
+        ([*"abcde", *"xxxxx"], ""),
+    ],
+)
+def test_labels_that_are_probably_not_meant(labels: list[str], warning: str) -> None:
+    rows = [text(number, str(number), label) for number, label in enumerate(labels)]
+    found = list(find_warnings(rows))
+    assert len(found) == bool(warning)
+    assert warning in "".join(found)
+
+
+def test_texts_with_different_labels() -> None:
+    rows = [text(n, "same" if n < 4 else str(n), "xy"[n % 2]) for n in range(8)]
+    assert list(find_warnings(rows)) == [
+        "1 text has different labels in several rows, such as 'same': 'x' (a.csv:0), 'y' (a.csv:1)"
     ]
 
 
