@@ -188,6 +188,11 @@ class Settings(BaseSettings):
     max_body_bytes: int = Field(
         10 * 1024 * 1024, ge=1, description="size of a request body; raise for long texts in bulk"
     )
+    max_response_bytes: int = Field(
+        64 * 1024 * 1024,
+        ge=1,
+        description="size that the results of a request may have in JSON; raise it for bulk clients of large results",
+    )
     gzip_min_bytes: int = Field(
         16_384,
         ge=0,

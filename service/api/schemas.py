@@ -72,11 +72,6 @@ class Request(Strict):
         return 1 if isinstance(inputs, str) else len(inputs)
 
     @property
-    def runs(self) -> int:
-        """The number of sequences that the model reads, if none is long."""
-        return self.size
-
-    @property
     def place(self) -> str:
         """The name of an input in error messages, with {} for its index."""
         name = self._name(self.listed)
@@ -182,10 +177,6 @@ class SimilarityRequest(HeadRequest, Similarity):
 class ZeroShotRequest(HeadRequest, ZeroShot):
     task = "zero-shot"
     text_fields = ("inputs", "labels", "hypothesis_template")
-
-    @property
-    def runs(self) -> int:
-        return len(self.inputs) * len(self.labels)
 
 
 def check_names(value: object) -> object:
@@ -350,18 +341,21 @@ def parse(schema: type[R], body: object, max_inputs: int) -> R:
         for name in LISTS:
             if name in body:
                 refuse_many(name, body[name], max_inputs)
-    valid = validate(schema, body)
-    if valid.runs > max_inputs:
-        raise TooLarge(f"the model would read {valid.runs} texts; a request may have {max_inputs}")
+    valid = validate(schema, body, max_inputs)
+    if valid.size > max_inputs:
+        raise TooLarge(f"the model would read {valid.size} texts; a request may have {max_inputs}")
     return valid
 
 
-def validate(schema: type[S], body: object) -> S:
-    """Validate a parsed body whose size is already checked. Raises InvalidInput."""
+def validate(schema: type[S], body: object, max_inputs: int | None = None) -> S:
+    """Validate a parsed body whose size is already checked. Raises InvalidInput.
+
+    max_inputs: for validators that split a text, as their context
+    """
     if not isinstance(body, dict):
         raise InvalidInput("the body must be a JSON object")
     try:
-        return schema.model_validate(body)
+        return schema.model_validate(body, context=max_inputs)
     except ValidationError as error:
         faults = error.errors(include_url=False, include_input=False)
         raise to_invalid_input(faults, schema.model_fields) from None

@@ -449,6 +449,19 @@ def _word_edges(words: Ints, offsets: Ints) -> tuple[Ints, Ints]:
     return edges, members
 
 
+def longest_answer(windows: Sequence[Encoding], max_answer_tokens: int) -> int:
+    """Return the largest number of characters of an answer of `qa`: some tokens, extended to the edges of words."""
+    longest = 0
+    for window in windows:
+        offsets, words = (c[window.sequence == 1] for c in (window.offsets, window.words))
+        if len(words):
+            edges, members = _word_edges(words, offsets)
+            starts, ends = edges[members].T
+            last = np.minimum(np.arange(len(words)) + max_answer_tokens, len(words)) - 1
+            longest = max(longest, int((ends[last] - starts).max()))
+    return longest
+
+
 def _null_rank(ranked: Sequence[Span], null: float, null_threshold: float) -> int:
     if not ranked or null - ranked[0][0] > null_threshold:
         return 0

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -77,6 +77,17 @@ class Encoded(Cut):
     """One input whose windows contain the positions of their tokens in the text."""
 
     windows: tuple[Encoding, ...]
+
+
+class TextIds(NamedTuple):
+    """The token ids of one text, without special tokens.
+
+    ids: the first of them, as many as its windows need
+    length: the number of all
+    """
+
+    ids: list[int]
+    length: int
 
 
 class TextError(ValueError):
@@ -341,31 +352,41 @@ class Encoder:
         self._refuse(too_long, f", or a question than {max_query_tokens}")
         return encoded
 
+    def text_ids(self, texts: Sequence[str], truncate: Truncate = True) -> list[TextIds]:
+        """Tokenize texts for `one_with_each`. truncate: as there, for these texts"""
+        encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        lengths = [*map(len, encodings)]
+        _shorten(encodings, _needed(self.max_length - self._pair.size, truncate))
+        return [TextIds(own.ids, size) for own, size in zip(encodings, lengths, strict=True)]
+
     def one_with_each(
-        self, first: str, seconds: Sequence[str], *, truncate: Truncate = True, stride: int = 0
+        self,
+        first: TextIds,
+        seconds: Sequence[TextIds],
+        *,
+        truncate: Truncate = True,
+        stride: int = 0,
     ) -> list[Cut]:
-        """Encode one text paired with each of several, without the positions of tokens; the one is tokenized once.
+        """Encode one text paired with each of several, without the positions of tokens.
 
         truncate: True makes one window of each pair, of which the longer text loses tokens first. "window" makes as
         many windows of the second text as needed, of which neighbors share `stride` tokens; each begins with the first
         text, which is cut at half a window. False raises TextError that names every pair that is too long.
         """
         capacity = self.max_length - self._pair.size
-        encodings = self.tokenizer.encode_batch_fast([first, *seconds], add_special_tokens=False)
-        length, *lengths = map(len, encodings)  # decide which text loses tokens: before shortening
-        _shorten(encodings, _needed(capacity, truncate))
-        one, *others = [encoding.ids for encoding in encodings]
+        one, length = first
         if truncate is False:
-            self._refuse([i for i, other in enumerate(lengths) if length + other > capacity])
+            long = [i for i, other in enumerate(seconds) if length + other.length > capacity]
+            self._refuse(long)
         found = []
-        for ids, other in zip(others, lengths, strict=True):
+        for ids, other in seconds:
             is_long = length + other > capacity
             if truncate == "window" and is_long:
                 kept = one[: capacity // 2]
                 room = capacity - len(kept)
                 cuts = _cuts(len(ids), room, min(stride, room // 2), truncate)
                 pairs = [(kept, ids[cut]) for cut in cuts]
-                found.append(self._cut(pairs, len(kept) < len(one)))
+                found.append(self._cut(pairs, len(kept) < length))
             else:
                 sizes = _longest_first(length, other, capacity)
                 found.append(self._cut([(one[: sizes[0]], ids[: sizes[1]])], is_long))

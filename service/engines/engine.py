@@ -5,10 +5,10 @@ Calls take and return plain values without HTTP types, so that any API can call 
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from service.core.bundle import EMBEDDING_FIELDS, BundleTexts, Head, Manifest, Task
 from service.core.encode import Cut, Encoded, Encoder, TextError
@@ -16,14 +16,15 @@ from service.engines.device import Device, RunsOn
 from service.engines.model_state import ServedModel
 from service.engines.result_collector import (
     CompleteInput,
+    Decode,
     Errors,
     OnResult,
     ResultCollector,
     windows,
 )
-from service.engines.task_plan import TaskPlan, characters
+from service.engines.task_plan import CHARACTER_BYTES, SCORED_BYTES, Limits, TaskPlan, characters
 from service.errors import InvalidInput, TooLarge, UnknownHead
-from service.scheduling.entries import Entry, EntryOutcome, Heads, Outcome
+from service.scheduling.entries import Entry, EntryOutcome, Heads, Outcome, Outputs
 from service.scheduling.load import Flow
 from service.scheduling.text_threads import LONG_CHARACTERS, TextThreads
 
@@ -89,6 +90,17 @@ class Reply(Generic[T]):
     usage: TokenUsage
     timing: Timing
     errors: Errors = field(default_factory=dict)
+    answer_bytes: int = 0  # the largest size of the results in JSON
+
+
+@dataclass(slots=True)
+class EncodedRequest(Generic[C]):
+    """The inputs of a request, encoded."""
+
+    items: list[C | None] = field(default_factory=list)  # None for an input that has an error
+    errors: Errors = field(default_factory=dict)
+    tokens: int = 0
+    answer_bytes: int = 0  # the largest size of the results in JSON
 
 
 class EngineTask(Protocol[T]):
@@ -107,6 +119,7 @@ class Engine:
     """A served bundle that encodes requests for a device and decodes its outputs.
 
     text_threads: encode and decode the large requests of all engines
+    limits: of each request
     model: the bundle's current serving state
     copies: receives each completed request, for mirrored traffic; None if the bundle has no mirrored traffic
     """
@@ -118,7 +131,9 @@ class Engine:
         model: ServedModel,
         device: Device,
         text_threads: TextThreads,
+        limits: Limits,
     ) -> None:
+        self.limits = limits
         self.manifest: Manifest = texts.manifest
         self.id = texts.manifest.id
         self.sha256 = texts.sha256
@@ -170,30 +185,45 @@ class Engine:
         """
         plan = task.plan(self, heads)
         began = time.perf_counter()
-        encoded, errors = await self._encode(plan.encode, plan.sizes, ticket)
+        encoded = await self._encode(plan, ticket)
         encode_s = time.perf_counter() - began
-        usage = _usage(encoded)
+        items, errors = encoded.items, encoded.errors
+        usage = _usage(items)
         submitted = time.monotonic()
-        entries = self._entries(plan.heads, encoded, ticket, submitted)
+        entries = self._entries(plan.heads, items, ticket, submitted)
         if ticket.on_submit is not None:
             ticket.on_submit(usage.tokens)
+        decode = plan.decode if plan.result_bytes is None else self._count(plan, encoded)
         collector = ResultCollector(
-            encoded, entries, errors, ticket.isolate_errors, plan.decode, on_result
+            items, entries, errors, ticket.isolate_errors, decode, on_result
         )
-        most = INLINE_TOKENS if plan.decodes_inline else 0
         if on_result is None:
             outcomes = await self._device.submit(entries)
             waited_s = time.monotonic() - submitted
             decode_all = partial(collector.add_all, entries, outcomes)
-            await self.run(decode_all, usage.tokens, ticket, most)
+            size = max(usage.tokens, plan.characters // CHARACTERS_PER_TOKEN)
+            await self.run(decode_all, size, ticket, INLINE_TOKENS if plan.decodes_inline else 0)
         else:
-            outcomes = await self._stream(entries, collector, ticket, most)
+            outcomes = await self._stream(plan, entries, collector, ticket)
             waited_s = time.monotonic() - submitted - collector.decode_s
         timing = _timing(outcomes, encode_s, waited_s, collector.decode_s)
-        reply = Reply(plan.heads, collector.results(), usage, timing, errors)
+        results = collector.results()
+        reply = Reply(plan.heads, results, usage, timing, errors, encoded.answer_bytes)
         if self.copies is not None and on_result is None:
             self.copies(task, ticket, reply)
         return reply
+
+    def _count(self, plan: TaskPlan[C, T], encoded: EncodedRequest[C]) -> Decode[C, T]:
+        """Return the plan's `decode`, which also counts the size of the results. It raises TooLarge above the limit."""
+
+        def decode(index: int, item: C, outputs: list[Outputs]) -> T:
+            result = plan.decode(index, item, outputs)
+            if plan.result_bytes is not None:
+                encoded.answer_bytes += plan.result_bytes(result)
+                self.limits.check_response(encoded.answer_bytes)
+            return result
+
+        return decode
 
     async def tokenize(
         self, texts: Sequence[str], pairs: Sequence[str] | None, ticket: Ticket
@@ -204,29 +234,44 @@ class Engine:
             return self.encoder.whole(texts[part], None if pairs is None else pairs[part])
 
         sizes = characters(texts) if pairs is None else characters(texts, pairs)
-        encoded, _ = await self._encode(encode, sizes, ticket)
-        return [item for item in encoded if item is not None]
+
+        def answer_bytes(index: int, item: Encoded) -> int:
+            return CHARACTER_BYTES * sizes[index] + SCORED_BYTES * item.tokens
+
+        plan = TaskPlan((), sizes, encode, lambda _, item, __: item, answer_bytes)
+        encoded = await self._encode(plan, ticket)
+        return [item for item in encoded.items if item is not None]
 
     async def detokenize(
         self, ids: Sequence[Sequence[int]], skip_special_tokens: bool, ticket: Ticket
     ) -> list[str]:
-        """Return the text of each sequence of token ids."""
+        """Return the text of each sequence of token ids. Raises TooLarge for texts above the limit of a response."""
         tokenizer = self.encoder.tokenizer
 
         def decode_all() -> list[str]:
-            return [tokenizer.decode(one, skip_special_tokens=skip_special_tokens) for one in ids]
+            texts, size = [], 0
+            for one in ids:
+                texts.append(tokenizer.decode(one, skip_special_tokens=skip_special_tokens))
+                size += len(texts[-1].encode())
+                self.limits.check_response(size)
+            return texts
 
         return await self.run(decode_all, sum(map(len, ids)), ticket)
 
     async def _stream(
-        self, entries: Sequence[Entry], collector: ResultCollector[C, T], ticket: Ticket, most: int
+        self,
+        plan: TaskPlan[C, T],
+        entries: Sequence[Entry],
+        collector: ResultCollector[C, T],
+        ticket: Ticket,
     ) -> list[EntryOutcome]:
-        """Submit entries, and decode each complete input, here if it has at most `most` tokens."""
+        """Submit entries, and decode each input as soon as its last outcome arrives."""
+        most = INLINE_TOKENS if plan.decodes_inline else 0
         large: list[asyncio.Task[None]] = []
 
-        async def decode_in_thread(complete: CompleteInput[C], began: float) -> None:
+        async def decode_in_thread(complete: CompleteInput[C], size: int, began: float) -> None:
             decode = partial(collector.decode, complete)
-            result = await self.run(decode, complete.item.tokens, ticket, most)
+            result = await self.run(decode, size, ticket, most)
             collector.finish(complete, result, began)
 
         def on_outcome(entry: Entry, outcome: EntryOutcome) -> None:
@@ -234,8 +279,9 @@ class Engine:
             if complete is None:
                 return
             began = time.perf_counter()
-            if complete.item.tokens > most:
-                large.append(asyncio.create_task(decode_in_thread(complete, began)))
+            own = plan.sizes[complete.place] // CHARACTERS_PER_TOKEN
+            if (size := max(complete.item.tokens, own)) > most:
+                large.append(asyncio.create_task(decode_in_thread(complete, size, began)))
             else:
                 collector.finish(complete, collector.decode(complete), began)
 
@@ -259,52 +305,50 @@ class Engine:
     def _flow(self, ticket: Ticket) -> Flow:
         return Flow(self.id, ticket.priority, ticket.tenant)
 
-    async def _encode(
-        self, encode: Callable[[slice], Sequence[C]], sizes: Sequence[int], ticket: Ticket
-    ) -> tuple[list[C | None], Errors]:
+    async def _encode(self, plan: TaskPlan[C, Any], ticket: Ticket) -> EncodedRequest[C]:
         """Encode inputs part by part, so that other requests can use the thread between two parts.
 
-        Raises InvalidInput that names all inputs that cannot be encoded, unless errors are isolated. Raises TooLarge
-        as soon as the encoded tokens exceed the limit of the queue. Raises Overloaded if other texts wait for the text
-        threads and the expected completion is too late.
-
-        sizes: characters of each input
+        Raises TooLarge for a request that costs more than the limits allow, and as soon as the encoded tokens exceed
+        the limit of the queue, or the results the limit of a response. Raises InvalidInput that names all inputs that
+        cannot be encoded, unless errors are isolated. Raises Overloaded if other texts wait for the text threads and
+        the expected completion is too late.
         """
-        encoded: list[C | None] = []
-        errors: Errors = {}
-        tokens, characters = 0, sum(sizes)
+        self.limits.check(plan)
+        encoded: EncodedRequest[C] = EncodedRequest()
+        parts = _work(plan, ticket.isolate_errors)
 
-        # The annotations are quoted, because Python would compute them for each request.
-        def add(own: "Sequence[C | None]", reasons: "Mapping[int, str]") -> None:
-            nonlocal tokens
-            encoded.extend(own)
-            for index, reason in reasons.items():
-                errors[index] = InvalidInput(reason, param=ticket.place.format(index))
-            tokens += sum(item.tokens for item in own if item is not None)
-            if tokens > self._device.max_queue_tokens:
+        # The annotation is quoted, because Python would compute it for each request.
+        def add(own: "EncodedPart[C] | None") -> None:
+            if own is None:
+                return
+            encoded.items.extend(own.items)
+            for index, reason in own.reasons.items():
+                encoded.errors[index] = InvalidInput(reason, param=ticket.place.format(index))
+            encoded.tokens += sum(item.tokens for item in own.items if item is not None)
+            if encoded.tokens > self._device.max_queue_tokens:
                 limit = f"max_queue_tokens, {self._device.max_queue_tokens}"
-                raise TooLarge(f"at least {tokens} tokens exceed {limit}")
+                raise TooLarge(f"at least {encoded.tokens} tokens exceed {limit}")
+            encoded.answer_bytes += own.answer_bytes
+            self.limits.check_response(encoded.answer_bytes)
 
         if ticket.on_encode is not None:
-            ticket.on_encode(characters)
-        if characters <= INLINE_CHARACTERS:
-            for part in _parts(sizes):
-                add(*_encode_part(encode, part, ticket.isolate_errors))
+            ticket.on_encode(plan.characters)
+        if plan.characters <= INLINE_CHARACTERS:
+            for _, work in parts:
+                add(work())
         else:
-            parts = [(part, sum(sizes[part])) for part in _parts(sizes)]
-            self._check_in_time([size for _, size in parts], ticket)
-            with self._text_threads.open(
-                self._flow(ticket), [size for _, size in parts]
-            ) as run_part:
-                for part, size in parts:
-                    work = partial(_encode_part, encode, part, ticket.isolate_errors)
-                    add(*await run_part(size, work))
+            sizes = [size for size, _ in parts]
+            self._check_in_time(sizes, ticket)
+            with self._text_threads.open(self._flow(ticket), sizes) as run_part:
+                for size, work in parts:
+                    add(await run_part(size, work))
+        errors = encoded.errors
         if errors and not ticket.isolate_errors:
             first = next(iter(errors.values()))
             alike = [index for index, error in errors.items() if str(error) == str(first)]
             named = ", ".join(ticket.place.format(index) for index in alike)
             raise InvalidInput(f"{named}: {first.message}", param=first.param)
-        return encoded, errors
+        return encoded
 
     def _check_in_time(self, sizes: Sequence[int], ticket: Ticket) -> None:
         """Raise Overloaded if a request with parts of these characters waits for the text threads for too long."""
@@ -419,28 +463,51 @@ def _parts(sizes: Sequence[int]) -> Iterator[slice]:
     yield slice(start, len(sizes))
 
 
-def _encode_part(
-    encode: Callable[[slice], Sequence[C]], part: slice, isolate: bool
-) -> tuple[list[C | None], dict[int, str]]:
-    """Encode a slice of the inputs; return its items, and by index why an input cannot be encoded.
+class EncodedPart(NamedTuple, Generic[C]):
+    """A slice of the inputs, encoded."""
 
-    isolate: such an input's item is None; otherwise there are no items
-    """
+    # None for an input that cannot be encoded; empty if there is one and errors are not isolated.
+    items: list[C | None]
+    reasons: dict[int, str]  # why inputs cannot be encoded, by index
+    answer_bytes: int
+
+
+def _work(
+    plan: TaskPlan[C, Any], isolate: bool
+) -> list[tuple[int, Callable[[], EncodedPart[C] | None]]]:
+    """Return the work of encoding a request in parts, each with its characters. Shared texts come first."""
+    parts: list[tuple[int, Callable[[], EncodedPart[C] | None]]] = []
+    if plan.shared is not None:
+        sizes = plan.shared.sizes
+        parts += [(sum(sizes[own]), partial(plan.shared.add, own)) for own in _parts(sizes)]
+    parts += [
+        (sum(plan.sizes[own]), partial(_encode_part, plan, own, isolate))
+        for own in _parts(plan.sizes)
+    ]
+    return parts
+
+
+def _encode_part(plan: TaskPlan[C, Any], part: slice, isolate: bool) -> EncodedPart[C]:
+    """Encode a slice of the inputs. isolate: whether the other inputs are encoded if one cannot be"""
     try:
-        return [*encode(part)], {}
+        items = plan.encode(part)
     except TextError as error:
         reasons = {part.start + index: error.reason for index in error.indices}
+    else:
+        size = sum(plan.answer_bytes(part.start + index, item) for index, item in enumerate(items))
+        return EncodedPart([*items], {}, size)
     encoded: list[C | None] = []
-    start = part.start
+    size, start = 0, part.start
     for index in [*sorted(reasons), part.stop] if isolate else []:
         if index > start:
-            own, more = _encode_part(encode, slice(start, index), isolate)
-            encoded += own
-            reasons |= more
+            own = _encode_part(plan, slice(start, index), isolate)
+            encoded += own.items
+            reasons |= own.reasons
+            size += own.answer_bytes
         if index < part.stop:
             encoded.append(None)
         start = index + 1
-    return encoded, dict(sorted(reasons.items()))
+    return EncodedPart(encoded, dict(sorted(reasons.items())), size)
 
 
 def _usage(encoded: Sequence[Cut | None]) -> TokenUsage:

@@ -13,9 +13,10 @@ from service.engines.device import Device
 from service.engines.engine import Engine
 from service.engines.mirroring import Compared, MirroredTraffic
 from service.engines.model_state import Models, ServedModel, current
+from service.engines.task_plan import Limits
 from service.errors import UnknownModel
 from service.scheduling.text_threads import TextThreads
-from service.settings import UnknownModelRule
+from service.settings import Settings, UnknownModelRule
 
 ExecuteCommand = Callable[[Command], Awaitable[Mapping[str, Any]]]
 
@@ -25,9 +26,16 @@ class Engines:
 
     execute: executes a command, as `ModelManager.execute` does
     compared: called with the results of compared copies
+    settings: the limits of each request
     """
 
-    def __init__(self, device: Device, execute: ExecuteCommand, compared: Compared) -> None:
+    def __init__(
+        self,
+        device: Device,
+        execute: ExecuteCommand,
+        compared: Compared,
+        settings: Settings,
+    ) -> None:
         self.load = device.load
         self.alive = device.alive
         self.execute = execute
@@ -35,6 +43,7 @@ class Engines:
         # Ids of models that get requests; a version kept for a rollback is idle.
         self.expected: list[str] = []
         self._device = device
+        self._limits = Limits.of(settings)
         self._compared = compared
         self._by_id: dict[str, Engine] = {}
         self._by_name: dict[
@@ -77,7 +86,7 @@ class Engines:
             tokenizer = await asyncio.to_thread(parse_tokenizer, texts.tokenizer)
         with tokenizer_errors(f"the tokenizer of {model.id} cannot be used"):
             encoder = Encoder(tokenizer, texts.manifest.max_length)
-        return Engine(texts, encoder, model, self._device, self.text_threads)
+        return Engine(texts, encoder, model, self._device, self.text_threads, self._limits)
 
     def _tokenizer(self, sha256: str) -> Tokenizer | None:
         """Return the tokenizer of an open engine with this hash, as versions of a model mostly share one, or None."""

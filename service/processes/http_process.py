@@ -97,7 +97,7 @@ async def open_remote_engines(
     device: RemoteDevice, metrics: RemoteMetrics, settings: Settings
 ) -> AsyncIterator[Engines]:
     """Yield engines on the inference process, once it has opened its bundles. Raises ValueError."""
-    engines = Engines(device, device.execute, metrics.observe_comparison)
+    engines = Engines(device, device.execute, metrics.observe_comparison, settings)
     watching = asyncio.create_task(device.watch())
     try:
         await device.follow(engines)

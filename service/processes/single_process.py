@@ -85,7 +85,7 @@ async def open_local_engines(metrics: Metrics, settings: Settings) -> AsyncItera
     async with open_device(settings, metrics) as device:
         manager = ModelManager(device, settings, metrics)
         manager.open()
-        engines = Engines(device, manager.execute, metrics.observe_comparison)
+        engines = Engines(device, manager.execute, metrics.observe_comparison, settings)
         try:
             await manager.follow(engines)
             watching = asyncio.create_task(watch(manager, settings))

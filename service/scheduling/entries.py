@@ -90,13 +90,16 @@ class PendingRequest:
         return [entry for entry in self.entries if entry not in self.outcomes]
 
     def add(self, entry: Entry, outcome: EntryOutcome) -> None:
-        """Add an entry's outcome. The request fails with InternalError if `on_outcome` raises."""
+        """Add an entry's outcome. The request fails if `on_outcome` raises an error."""
         if self.future.done():
             return
         self.outcomes[entry] = outcome
         if self.on_outcome is not None:
             try:
                 self.on_outcome(entry, outcome)
+            except QuartetError as error:
+                self.fail(error)
+                return
             except Exception as error:  # a callback fails its own request only
                 failure = InternalError("our bug: an outcome could not be handled")
                 failure.__cause__ = error

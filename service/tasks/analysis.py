@@ -8,7 +8,7 @@ from pydantic import Field
 from service.core import bundle
 from service.core.encode import Encoded
 from service.engines.engine import Engine, EngineTask
-from service.engines.task_plan import TaskPlan, characters
+from service.engines.task_plan import TaskPlan, characters, sum_of_answers
 from service.errors import InvalidInput, UnknownHead
 from service.scheduling.entries import Heads, Outputs
 from service.tasks.classification import Classification
@@ -47,7 +47,8 @@ class Analysis(Inputs, Windowed, Positions):
         def by_head(index: int, item: Encoded, outputs: list[Outputs]) -> dict[str, Any]:
             return {name: plan.decode(index, item, outputs) for name, plan in plans.items()}
 
-        return TaskPlan(names, characters(self.inputs), encode, by_head)
+        sizes = characters(self.inputs)
+        return TaskPlan(names, sizes, encode, by_head, sum_of_answers(plans.values()))
 
     def _of_head(self, engine: Engine, name: str) -> EngineTask[Any]:
         task = engine.manifest.heads[name].task

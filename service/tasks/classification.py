@@ -9,7 +9,7 @@ from service.core import decode
 from service.core.decode import Floats, LabelScore
 from service.core.encode import Cut
 from service.engines.engine import Engine
-from service.engines.task_plan import TaskPlan, characters, one_head
+from service.engines.task_plan import TaskPlan, characters, labels_bytes, one_head
 from service.errors import InvalidInput
 from service.scheduling.entries import Heads
 from service.tasks.fields import AtLeastOne, Inputs, Texts, TruncateField, Windowed, check_aligned
@@ -71,4 +71,5 @@ class Classification(Inputs, Windowed):
             )
 
         sizes = characters(self.inputs) if pairs is None else characters(self.inputs, pairs)
-        return TaskPlan((name,), sizes, encode, one_head(name, labels))
+        largest = labels_bytes(head.labels)
+        return TaskPlan((name,), sizes, encode, one_head(name, labels), lambda *_: largest)

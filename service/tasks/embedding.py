@@ -11,7 +11,7 @@ from service.core.bundle import Head, InputType, OutputDtype, Ranges
 from service.core.decode import Floats, Vector
 from service.core.encode import Cut
 from service.engines.engine import Engine
-from service.engines.task_plan import TaskPlan, one_head
+from service.engines.task_plan import NUMBER_BYTES, SCORED_BYTES, TaskPlan, one_head, sum_of_answers
 from service.errors import InvalidInput
 from service.scheduling.entries import Heads, Outputs
 from service.tasks.fields import AtLeastOne, Inputs, ServedName, TruncateField, Windowed
@@ -75,7 +75,8 @@ class Embedding(Inputs, Windowed):
             return decode.quantize(embedded, self.output_dtype, ranges)
 
         sizes = [len(prompt) + len(text) for text in self.inputs]
-        return TaskPlan((name,), sizes, encode, one_head(name, vector))
+        largest = NUMBER_BYTES * (self.dimensions or head.dimensions or 0) + SCORED_BYTES
+        return TaskPlan((name,), sizes, encode, one_head(name, vector), lambda *_: largest)
 
     def _select_head(self, engine: Engine, heads: Heads) -> tuple[str, Head]:
         """Return the requested head, or the first one that is for the input type. Raises UnknownHead, InvalidInput."""
@@ -168,7 +169,8 @@ class EmbeddingByType:
         def by_type(index: int, item: Cut, outputs: list[Outputs]) -> dict[OutputDtype, Vector]:
             return {dtype: plan.decode(index, item, outputs) for dtype, plan in plans.items()}
 
-        return TaskPlan(first.heads, first.sizes, first.encode, by_type)
+        both = [*plans.values(), *plans.values()]  # numbers, and their base64
+        return TaskPlan(first.heads, first.sizes, first.encode, by_type, sum_of_answers(both))
 
 
 def _listed(names: Sequence[object]) -> str:

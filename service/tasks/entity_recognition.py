@@ -9,7 +9,13 @@ from service.core import decode
 from service.core.decode import EntitySpan, Floats
 from service.core.encode import Encoded
 from service.engines.engine import Engine
-from service.engines.task_plan import TaskPlan, characters, one_head
+from service.engines.task_plan import (
+    CHARACTER_BYTES,
+    SCORED_BYTES,
+    TaskPlan,
+    characters,
+    one_head,
+)
 from service.scheduling.entries import Heads
 from service.tasks.fields import Inputs, Positions, TruncateField, Windowed
 
@@ -44,4 +50,10 @@ class EntityRecognition(Inputs, Windowed, Positions):
             )
             return decode.to_utf16(found, text) if self.offset_unit == "utf16" else found
 
-        return TaskPlan((name,), characters(self.inputs), encode, one_head(name, entities))
+        label = SCORED_BYTES + CHARACTER_BYTES * max(map(len, head.labels))
+
+        def answer_bytes(index: int, item: Encoded) -> int:
+            return CHARACTER_BYTES * len(self.inputs[index]) + label * item.tokens
+
+        sizes = characters(self.inputs)
+        return TaskPlan((name,), sizes, encode, one_head(name, entities), answer_bytes)

@@ -17,8 +17,9 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from service.core.decode import OffsetUnit
-from service.errors import InvalidInput
+from service.errors import InvalidInput, TooLarge
 
+MOST_LOGITS = 2**25  # of a request, over the vocabulary; 128 MiB until they are decoded
 LONGEST_NAME = 386  # largest number of characters of a bundle's owner/name@version
 
 
@@ -95,6 +96,12 @@ def check_aligned(inputs: Sequence[str], text_pair: Sequence[str] | None) -> Non
     if text_pair is not None and len(text_pair) != len(inputs):
         counts = f"{len(text_pair)} texts, inputs has {len(inputs)}"
         raise InvalidInput(f"text_pair has {counts}; they must align", param="text_pair")
+
+
+def check_logits(count: int, what: str, vocabulary_size: int) -> None:
+    """Raise TooLarge for too many rows of logits over the vocabulary. what: the `count` things that have a row each"""
+    if count > (most := MOST_LOGITS // vocabulary_size):
+        raise TooLarge(f"inputs: {count} {what}; a request may have {most}", param="inputs")
 
 
 class Documents(Windowed):

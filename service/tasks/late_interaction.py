@@ -10,7 +10,13 @@ from service.core.bundle import Head, LateInteraction
 from service.core.decode import Floats
 from service.core.encode import Cut, expand
 from service.engines.engine import Engine, Reply
-from service.engines.task_plan import TaskPlan, characters, one_head
+from service.engines.task_plan import (
+    NUMBER_BYTES,
+    SCORED_BYTES,
+    TaskPlan,
+    characters,
+    one_head,
+)
 from service.errors import InvalidInput
 from service.scheduling.entries import Heads
 from service.tasks.fields import Documents, Inputs, TruncateField, Windowed
@@ -54,7 +60,11 @@ class TokenEmbedding(Inputs, Windowed):
             skip = late.query_skip_token_ids if is_query else late.skip_token_ids
             return decode.token_vectors(outputs, ids, normalize=head.normalize, skip=skip)
 
-        return TaskPlan((name,), characters(self.inputs), encode, one_head(name, vectors))
+        row = NUMBER_BYTES * (head.dimensions or 0) + SCORED_BYTES
+        sizes = characters(self.inputs)
+        return TaskPlan(
+            (name,), sizes, encode, one_head(name, vectors), lambda _, item: row * item.tokens
+        )
 
 
 class LateInteractionRanking(Documents):

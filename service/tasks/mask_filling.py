@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import orjson
 from pydantic import Field
 
 from service.core import decode
@@ -9,13 +10,20 @@ from service.core.decode import Floats, MaskedText, TokenScore
 from service.core.encode import TextError
 from service.core.packing import MOST_MASKS
 from service.engines.engine import Engine
-from service.engines.task_plan import TaskPlan, characters, one_head
-from service.errors import InvalidInput, TooLarge
+from service.engines.task_plan import Shared, TaskPlan, characters, one_head
+from service.errors import InvalidInput
 from service.scheduling.entries import Heads
-from service.tasks.fields import Inputs, Texts, TruncateField, UpToHundred, Windowed
+from service.tasks.fields import (
+    Inputs,
+    Texts,
+    TruncateField,
+    UpToHundred,
+    Windowed,
+    check_logits,
+)
 
 MASK_TOKENS = ("[MASK]", "<mask>")  # of the families of encoders, to explain a wrong one
-MOST_LOGITS = 2**25  # of a request; 128 MiB until they are decoded
+MOST_TOKEN_BYTES = 1024  # of a result, without the text around its token
 
 
 class MaskFilling(Inputs, Windowed):
@@ -37,10 +45,13 @@ class MaskFilling(Inputs, Windowed):
         number, rows = head.mask_token_id or 0, head.vocabulary_size or 0
         stride, tokenizer = engine.check_stride(self.stride), engine.encoder.tokenizer
         mask = tokenizer.id_to_token(number) or ""
-        masks, most = sum([text.count(mask) for text in self.inputs]), MOST_LOGITS // rows
-        if masks > most:
-            raise TooLarge(f"{masks} mask tokens; a request may have {most}", param="inputs")
-        targets = None if self.targets is None else target_ids(engine, self.targets)
+        check_logits(sum([text.count(mask) for text in self.inputs]), "mask tokens", rows)
+        wanted = self.targets
+        targets = Shared(
+            "targets[{}]",
+            characters(wanted or ()),
+            lambda part: target_ids(engine, (wanted or ())[part], part.start),
+        )
 
         def encode(part: slice) -> Sequence[MaskedText]:
             texts = self.inputs[part]
@@ -52,42 +63,57 @@ class MaskFilling(Inputs, Windowed):
             return found
 
         def fill(_: int, item: MaskedText, outputs: list[Floats]) -> list[list[TokenScore]]:
-            filled = decode.fill_mask(item, outputs, top_k=self.top_k, targets=targets)
+            ids = None if wanted is None else [*dict.fromkeys(targets.items)]
+            filled = decode.fill_mask(item, outputs, top_k=self.top_k, targets=ids)
             # Several mask tokens stay in the text, with the special tokens, as in transformers' pipeline.
             single = len(item.places) == 1
-            written = [
-                [*item.ids[:place], token, *item.ids[place + 1 :]]
-                for place, best in zip(item.places, filled, strict=True)
-                for token, _ in best
-            ]
-            alone = [[token] for best in filled for token, _ in best]
-            sequences = iter(tokenizer.decode_batch(written, skip_special_tokens=single))
-            tokens = iter(tokenizer.decode_batch(alone, skip_special_tokens=False))
-            return [
-                [TokenScore(token, next(tokens), score, next(sequences)) for token, score in best]
-                for best in filled
-            ]
+            results = []
+            for place, best in zip(item.places, filled, strict=True):
+                before, after = item.ids[:place], item.ids[place + 1 :]
+                written = [[*before, token, *after] for token, _ in best]
+                sequences = tokenizer.decode_batch(written, skip_special_tokens=single)
+                alone = [[token] for token, _ in best]
+                tokens = tokenizer.decode_batch(alone, skip_special_tokens=False)
+                found = zip(best, tokens, sequences, strict=True)
+                results.append(
+                    [TokenScore(token, text, score, whole) for (token, score), text, whole in found]
+                )
+            return results
 
-        sizes = characters(self.inputs)
-        return TaskPlan((name,), sizes, encode, one_head(name, fill), decodes_inline=False)
+        def answer_bytes(_: int, item: MaskedText) -> int:
+            count = len(item.places) * min(self.top_k, len(wanted or ()) or self.top_k)
+            text = tokenizer.decode(item.ids, skip_special_tokens=len(item.places) == 1)
+            return count * (len(orjson.dumps(text)) + MOST_TOKEN_BYTES)
+
+        return TaskPlan(
+            (name,),
+            characters(self.inputs),
+            encode,
+            one_head(name, fill),
+            answer_bytes,
+            shared=targets,
+            decodes_inline=False,
+        )
 
 
-def target_ids(engine: Engine, targets: Sequence[str]) -> list[int]:
-    """Return the token id of each target, each once. Raises InvalidInput for a target that is not one token."""
+def target_ids(engine: Engine, targets: Sequence[str], start: int = 0) -> list[int]:
+    """Return the token id of each target. Raises InvalidInput for a target that is not one token.
+
+    start: the index of the first target in the request
+    """
     tokenizer = engine.encoder.tokenizer
     unknown = getattr(tokenizer.model, "unk_token", None)
-    found: dict[int, None] = {}
-    for index, target in enumerate(targets):
-        number = tokenizer.token_to_id(target)
-        if number is None:
-            tokens = tokenizer.encode(target, add_special_tokens=False)
-            if len(tokens) != 1 or tokens.tokens[0] == unknown:
-                pieces = " ".join(map(repr, tokens.tokens[:8])) or "none"
-                reason = f"{target[:64]!r} is not one token of {engine.id}; its tokens: {pieces}"
-                raise InvalidInput(f"targets[{index}]: {reason}", param=f"targets[{index}]")
-            number = tokens.ids[0]
-        found[number] = None
-    return [*found]
+    ids = {target: tokenizer.token_to_id(target) for target in targets}
+    texts = [target for target, number in ids.items() if number is None]
+    encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
+    for target, tokens in zip(texts, encodings, strict=True):
+        if len(tokens) != 1 or tokens.tokens[0] == unknown:
+            pieces = " ".join(map(repr, tokens.tokens[:8])) or "none"
+            reason = f"{target[:64]!r} is not one token of {engine.id}; its tokens: {pieces}"
+            place = f"targets[{start + targets.index(target)}]"
+            raise InvalidInput(f"{place}: {reason}", param=place)
+        ids[target] = tokens.ids[0]
+    return [number for number in ids.values() if number is not None]
 
 
 def _refusal(text: str, mask: str, item: MaskedText) -> str:

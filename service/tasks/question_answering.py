@@ -8,7 +8,13 @@ from service.core import decode
 from service.core.decode import AnswerSpan, Floats
 from service.core.encode import Encoded
 from service.engines.engine import Engine
-from service.engines.task_plan import TaskPlan, characters, one_head
+from service.engines.task_plan import (
+    CHARACTER_BYTES,
+    SCORED_BYTES,
+    TaskPlan,
+    characters,
+    one_head,
+)
 from service.scheduling.entries import Heads
 from service.tasks.fields import Positions, TruncateField, UpToHundred, Windowed
 
@@ -41,6 +47,7 @@ class QuestionAnswering(QaOptions):
     def plan(self, engine: Engine, heads: Heads) -> TaskPlan[Encoded, list[AnswerSpan]]:
         name, head = engine.select_head("qa", heads)
         stride = engine.check_stride(self.stride)
+        most_tokens = self.max_answer_tokens or head.max_answer_tokens
 
         def encode(part: slice) -> Sequence[Encoded]:
             return engine.encoder.questions(
@@ -60,9 +67,13 @@ class QuestionAnswering(QaOptions):
                 top_k=self.top_k,
                 handle_impossible_answer=self.handle_impossible_answer,
                 null_threshold=head.null_threshold,
-                max_answer_tokens=self.max_answer_tokens or head.max_answer_tokens,
+                max_answer_tokens=most_tokens,
             )
             return decode.to_utf16(found, context) if self.offset_unit == "utf16" else found
 
+        def answer_bytes(_: int, item: Encoded) -> int:
+            longest = decode.longest_answer(item.windows, most_tokens)
+            return self.top_k * (CHARACTER_BYTES * longest + SCORED_BYTES)
+
         sizes = characters(self.questions, self.contexts)
-        return TaskPlan((name,), sizes, encode, one_head(name, answers))
+        return TaskPlan((name,), sizes, encode, one_head(name, answers), answer_bytes)

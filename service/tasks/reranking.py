@@ -10,7 +10,7 @@ from service.core.bundle import Head, Task
 from service.core.decode import Floats
 from service.core.encode import Cut
 from service.engines.engine import Engine, EngineTask, Reply
-from service.engines.task_plan import TaskPlan, characters, one_head
+from service.engines.task_plan import SCORED_BYTES, Shared, TaskPlan, characters, one_head
 from service.errors import UnknownHead
 from service.scheduling.entries import Heads
 from service.tasks.fields import Documents
@@ -49,17 +49,26 @@ class Reranking(Documents):
     def plan(self, engine: Engine, heads: Heads) -> TaskPlan[Cut, float]:
         name = select_cross_encoder(engine, heads)
         head = engine.manifest.heads[name]
-        stride = engine.check_stride(self.stride)
+        stride, encoder = engine.check_stride(self.stride), engine.encoder
+        query = Shared("query", [len(self.query)], lambda _: encoder.text_ids([self.query]))
 
         def encode(part: slice) -> Sequence[Cut]:
-            return engine.encoder.one_with_each(
-                self.query, self.documents[part], truncate=self.truncate, stride=stride
+            documents = encoder.text_ids(self.documents[part], self.truncate)
+            return encoder.one_with_each(
+                query.items[0], documents, truncate=self.truncate, stride=stride
             )
 
         def relevance(_: int, item: Cut, outputs: list[Floats]) -> float:
             return decode.relevance(outputs, problem_type=head.problem_type, raw=self.raw_scores)
 
-        return TaskPlan((name,), characters(self.documents), encode, one_head(name, relevance))
+        return TaskPlan(
+            (name,),
+            characters(self.documents),
+            encode,
+            one_head(name, relevance),
+            lambda *_: SCORED_BYTES,
+            shared=query,
+        )
 
     def scores(self, engine: Engine, reply: Reply[float]) -> Sequence[float | None]:
         return reply.results

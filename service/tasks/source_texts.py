@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from service.core.encode import Cut
 from service.engines.engine import Reply
-from service.engines.task_plan import TaskPlan
+from service.engines.task_plan import SCORED_BYTES, TaskPlan
 from service.scheduling.entries import Outputs
 
 C = TypeVar("C", bound=Cut)
@@ -26,7 +26,8 @@ def with_source(texts: TaskPlan[C, T], source: TaskPlan[C, T]) -> TaskPlan[C, T]
         return source.decode(0, item, outputs)
 
     heads = tuple(dict.fromkeys([*texts.heads, *source.heads]))
-    return TaskPlan(heads, [*texts.sizes, *source.sizes], encode, decode)
+    sizes = [*texts.sizes, *source.sizes]
+    return TaskPlan(heads, sizes, encode, decode, lambda *_: SCORED_BYTES)
 
 
 def scores_of_texts(

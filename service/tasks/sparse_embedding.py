@@ -8,10 +8,19 @@ from service.core import decode
 from service.core.decode import Floats, SparseVector
 from service.core.encode import Cut
 from service.engines.engine import Engine, Reply
-from service.engines.task_plan import TaskPlan, characters, one_head
+from service.engines.task_plan import SCORED_BYTES, TaskPlan, characters, one_head
 from service.scheduling.entries import Heads
-from service.tasks.fields import AtLeastOne, Documents, Inputs, TruncateField, Windowed
+from service.tasks.fields import (
+    AtLeastOne,
+    Documents,
+    Inputs,
+    TruncateField,
+    Windowed,
+    check_logits,
+)
 from service.tasks.source_texts import scores_of_texts, with_source
+
+WEIGHT_BYTES = 36  # of an id and a weight in JSON, as the longest of our APIs writes them
 
 
 class SparseEmbedding(Inputs, Windowed):
@@ -30,6 +39,8 @@ class SparseEmbedding(Inputs, Windowed):
         assert sparse is not None, "our bug: the head is for another task"
         size, skip = head.vocabulary_size or 0, sparse.skip_token_ids
         stride = engine.check_stride(self.stride)
+        if sparse.source == "vocabulary":
+            check_logits(len(self.inputs), "texts", size)
 
         def encode(part: slice) -> Sequence[Cut]:
             return engine.encoder.windows(self.inputs[part], truncate=self.truncate, stride=stride)
@@ -42,7 +53,14 @@ class SparseEmbedding(Inputs, Windowed):
                 outputs, activation=sparse.activation, skip=skip, top_k=self.top_k
             )
 
-        return TaskPlan((name,), characters(self.inputs), encode, one_head(name, weigh))
+        return TaskPlan(
+            (name,),
+            characters(self.inputs),
+            encode,
+            one_head(name, weigh),
+            lambda *_: SCORED_BYTES,
+            result_bytes=lambda found: WEIGHT_BYTES * len(found.indices),
+        )
 
 
 class SparseRanking(Documents):

@@ -8,7 +8,7 @@ from service.core.bundle import PER_TOKEN
 from service.core.encode import Cut, TextError, Window
 from service.core.packing import Ints
 from service.engines.engine import Engine
-from service.engines.task_plan import TaskPlan
+from service.engines.task_plan import TaskPlan, sum_of_answers
 from service.errors import InvalidInput
 from service.scheduling.entries import Heads, Outputs
 from service.tasks.analysis import TASKS
@@ -57,4 +57,5 @@ class TokenSequences:
         def by_head(index: int, item: Cut, outputs: list[Outputs]) -> dict[str, Any]:
             return {name: plan.decode(index, item, outputs) for name, plan in plans.items()}
 
-        return TaskPlan(names, [*map(len, self.sequences)], encode, by_head)
+        sizes = [*map(len, self.sequences)]
+        return TaskPlan(names, sizes, encode, by_head, sum_of_answers(plans.values()))

@@ -10,9 +10,9 @@ from pydantic_core import PydanticCustomError
 from service.core import decode
 from service.core.bundle import Head
 from service.core.decode import Floats, LabelScore
-from service.core.encode import Cut, TextError
+from service.core.encode import Cut, Encoder, TextError, TextIds
 from service.engines.engine import Engine
-from service.engines.task_plan import TaskPlan, characters, one_head
+from service.engines.task_plan import Shared, TaskPlan, characters, labels_bytes, one_head
 from service.errors import UnknownHead
 from service.scheduling.entries import Heads
 from service.tasks.fields import Inputs, NotBlank, Texts
@@ -45,13 +45,20 @@ class ZeroShot(Inputs):
     def plan(self, engine: Engine, heads: Heads) -> TaskPlan[Cut, list[LabelScore]]:
         name = select_entailment(engine, heads)
         entailment, contradiction = entailment_labels(engine.manifest.heads[name])
-        hypotheses = [self.hypothesis_template.replace("{}", label) for label in self.labels]
+        template, encoder = self.hypothesis_template, engine.encoder
+        places = template.count("{}")
+        sizes = [len(template) + places * (len(label) - len("{}")) for label in self.labels]
+
+        def read(part: slice) -> Sequence[TextIds]:
+            return encoder.text_ids([template.replace("{}", one) for one in self.labels[part]])
+
+        hypotheses = Shared("labels[{}] in hypothesis_template", sizes, read)
 
         def encode(part: slice) -> Sequence[Cut]:
             encoded, too_long = [], {}
-            for index, text in enumerate(self.inputs[part]):
+            for index, text in enumerate(encoder.text_ids(self.inputs[part])):
                 try:
-                    encoded.append(self._encode(engine, text, hypotheses))
+                    encoded.append(self._pair(encoder, text, hypotheses.items))
                 except TextError as error:
                     too_long[index] = error
             if too_long:
@@ -67,12 +74,19 @@ class ZeroShot(Inputs):
                 multi_label=self.multi_label,
             )
 
-        sizes = [(size + sum(map(len, hypotheses))) for size in characters(self.inputs)]
-        return TaskPlan((name,), sizes, encode, one_head(name, labels))
+        return TaskPlan(
+            (name,),
+            characters(self.inputs),
+            encode,
+            one_head(name, labels),
+            lambda *_: labels_bytes(self.labels),
+            shared=hypotheses,
+            sequences=len(self.labels),
+        )
 
-    def _encode(self, engine: Engine, text: str, hypotheses: Sequence[str]) -> Cut:
+    def _pair(self, encoder: Encoder, text: TextIds, hypotheses: Sequence[TextIds]) -> Cut:
         """Return one window for each hypothesis."""
-        pairs = engine.encoder.one_with_each(text, hypotheses, truncate=self.truncate)
+        pairs = encoder.one_with_each(text, hypotheses, truncate=self.truncate)
         windows = itertools.chain.from_iterable(pair.windows for pair in pairs)
         return Cut(tuple(windows), any(pair.truncated for pair in pairs))
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 import numpy as np
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -26,7 +26,14 @@ from service.api.responses import Answer, Entity, EntityGroup, FilledToken, Labe
 from service.api.schemas import OneHead, QaInput, numbered
 from service.core.decode import AnswerSpan
 from service.engines.engine import Engine, Reply
-from service.errors import ErrorForm, InvalidInput, NotFound, QuartetError, RetryableError
+from service.errors import (
+    ErrorForm,
+    InvalidInput,
+    NotFound,
+    QuartetError,
+    RetryableError,
+    TooLarge,
+)
 from service.tasks.classification import Classification
 from service.tasks.embedding import Embedding
 from service.tasks.entity_recognition import Aggregation, EntityRecognition
@@ -86,9 +93,16 @@ def check_inputs(value: object) -> object:
     raise PydanticCustomError("inputs", "must be a text or a list of texts")
 
 
-def check_labels(value: object) -> object:
-    """Return a list of labels; a text has them separated by commas, as transformers' pipeline accepts it."""
+def check_labels(value: object, info: ValidationInfo) -> object:
+    """Return a list of labels; a text has them separated by commas, as transformers' pipeline accepts it.
+
+    Raises TooLarge for more labels than a request may have, before they are split.
+    """
     if isinstance(value, str):
+        most: int = info.context or 0
+        if (count := value.count(",") + 1) > most:
+            name = f"parameters.{info.field_name}"
+            raise TooLarge(f"{name} has {count} items; a request may have {most}", param=name)
         return [one for part in value.split(",") if (one := part.strip())]
     return value
 
@@ -287,10 +301,6 @@ class HfZeroShotRequest(HfTextsRequest):
     task = "zero-shot"
 
     parameters: HfZeroShotParameters
-
-    @property
-    def runs(self) -> int:
-        return self.size * len(self.parameters.candidate_labels)
 
     def texts(self) -> Iterator[tuple[str, str]]:
         yield from super().texts()

@@ -332,7 +332,7 @@ async def score(request: HttpRequest) -> Response:
     body, engine = call.body, call.engine
     head = select_ranking_head(engine, VECTORS)
     reply: Reply[Any]
-    if head is None:
+    if head is None and len(body.first) > 1:
         reply, scores = await score_pairs(call)
     elif len(body.first) > 1:
         name = body.names[0]
@@ -361,11 +361,11 @@ async def score(request: HttpRequest) -> Response:
 async def score_pairs(
     call: Call[VllmScoreRequest],
 ) -> tuple[Reply[list[LabelScore]], list[float]]:
-    """Score pairs by the model's cross-encoder. Raises UnknownHead for a model without one."""
+    """Score several pairs by the model's cross-encoder. Raises UnknownHead for a model without one."""
     body = call.body
     name = select_cross_encoder(call.engine, ())
     task = Classification(
-        inputs=body.first * (len(body.second) // len(body.first)),
+        inputs=body.first,
         text_pair=body.second,
         function_to_apply="none" if body.raw_scores else None,
         truncate=body.cuts,

@@ -329,16 +329,6 @@ async def test_zero_shot_sends_its_labels(client: Client, engine: FakeEngine) ->
     )
 
 
-async def test_zero_shot_is_bounded(client_with: ClientWith, engine: FakeEngine) -> None:
-    """Each text is read once for each label, and all of these count as inputs."""
-    body = {"inputs": ["a", "b"], "labels": ["good", "bad"]}
-    async with client_with(max_inputs_per_request=3) as client:
-        response = await client.post("/zero-shot", json=body)
-        assert error_of(response) == (413, "too_large", None)
-        assert "4 texts; a request may have 3" in response.json()["error"]["message"]
-    assert engine.asked is None
-
-
 async def test_analyze_answers_by_head(client: Client, engine: FakeEngine) -> None:
     """Each input has the result of each head, as the head's own route shows it."""
     body = {

@@ -446,7 +446,8 @@ class TestOneWithEach:
             return [*encoder.pairs([first] * len(seconds), seconds, truncate=truncate)]
 
         def together() -> list[Cut]:
-            return encoder.one_with_each(first, seconds, truncate=truncate)
+            others = encoder.text_ids(seconds, truncate)
+            return encoder.one_with_each(*encoder.text_ids([first]), others, truncate=truncate)
 
         assert refusal(separately) == refusal(together)
         if refusal(together) is None:
@@ -460,24 +461,12 @@ class TestOneWithEach:
         encoder = Encoder(lettered(), 16)
         fits = (16 - 3) // 2
         (question,) = encoder.questions([first], [second], stride=stride, max_query_tokens=fits)
-        (cut,) = encoder.one_with_each(first, [second], truncate="window", stride=stride)
+        pair = *encoder.text_ids([first]), encoder.text_ids([second], "window")
+        (cut,) = encoder.one_with_each(*pair, truncate="window", stride=stride)
         whole = len(encoder.whole([first], [second])[0].windows[0]) <= 16
         expected = [*encoder.pairs([first], [second])] if whole else [question]
         assert (ids(expected), types(expected)) == (ids([cut]), types([cut]))
         assert cut.truncated is (not whole and question.truncated)
-
-    def test_first_is_tokenized_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """However many texts it is paired with."""
-        encoder, counted = Encoder(lettered(), 32), []
-
-        class Counting:
-            def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
-                counted.extend(texts)
-                return lettered().encode_batch_fast(texts, **options)
-
-        monkeypatch.setattr(encoder, "tokenizer", Counting())
-        encoder.one_with_each("the", ["river"] * 9)
-        assert 1 == counted.count("the")
 
 
 class TestPrefixed:

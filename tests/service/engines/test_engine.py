@@ -28,6 +28,7 @@ from service.engines.device import Device, RunsOn
 from service.engines.engine import INLINE_CHARACTERS, Engine, EngineTask, Reply, Ticket
 from service.engines.local_device import Runner
 from service.engines.model_state import ServedModel
+from service.engines.task_plan import Limits
 from service.errors import InferenceFailed, InvalidInput, Overloaded, TooLarge, UnknownHead
 from service.observability.metrics import Metrics
 from service.processes.single_process import open_local_engines
@@ -369,7 +370,7 @@ def engine_of(path: Path, device: Device) -> Engine:
     texts = bundle.read_texts(bundle.load(path))
     encoder = Encoder(parse_tokenizer(texts.tokenizer), texts.manifest.max_length)
     model = ServedModel("tiny@1", str(path), texts.sha256, "current", 0.0, RUNS_ON)
-    return Engine(texts, encoder, model, device, TextThreads())
+    return Engine(texts, encoder, model, device, TextThreads(), Limits.of(Settings()))
 
 
 def zeros(entry: Entry) -> Outcome:
@@ -460,7 +461,7 @@ async def test_reported_and_returned_results_are_equal(
 
 
 @pytest.mark.parametrize("in_lines", [False, True], ids=["whole", "lines"])
-@pytest.mark.parametrize(("most", "thread"), [(1000, "MainThread"), (100, "text-")])
+@pytest.mark.parametrize(("most", "thread"), [(1100, "MainThread"), (100, "text-")])
 async def test_large_answers_are_decoded_in_a_thread(
     in_lines: bool, most: int, thread: str, tiny: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -478,7 +479,7 @@ async def test_large_answers_are_decoded_in_a_thread(
     reply = await tiny.answer(
         Embedding(inputs=[LONG], **{**EMBED, "truncate": "window"}), ticket(), on_result=on_result
     )
-    assert 100 < reply.usage.tokens <= 1000
+    assert 100 < reply.usage.tokens <= 1100
     assert [True] == [name.startswith(thread) for name in threads]
     assert ["MainThread"] * in_lines == told
     assert len(reply.results) == 1

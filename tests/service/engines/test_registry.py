@@ -142,7 +142,7 @@ class Shelf:
 
     def __init__(self, texts: BundleTexts) -> None:
         device = SimpleNamespace(load=Load, alive=lambda: True)
-        self.engines = Engines(cast(Device, device), cast(Any, None), cast(Any, None))
+        self.engines = Engines(cast(Device, device), cast(Any, None), cast(Any, None), Settings())
         self.texts = texts
 
     async def adopt(self, *aliases: str, **states: ServingState) -> None:

@@ -23,7 +23,7 @@ from service.errors import InvalidInput, TooLarge
 from service.observability.metrics import Metrics
 from service.processes.single_process import open_local_engines
 from service.settings import Settings
-from service.tasks import mask_filling
+from service.tasks import fields, mask_filling
 from service.tasks.classification import Classification
 from service.tasks.entity_recognition import EntityRecognition
 from service.tasks.mask_filling import MaskFilling
@@ -270,7 +270,7 @@ async def test_as_many_masks_as_allowed(engine: Engine) -> None:
 async def test_too_many_for_a_request(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The logits of a request are limited, whatever their texts."""
     rows = engine.manifest.vocabulary.size
-    monkeypatch.setattr(mask_filling, "MOST_LOGITS", 4 * rows)
+    monkeypatch.setattr(fields, "MOST_LOGITS", 4 * rows)
     await fill(engine, TWO, TWO)
     with pytest.raises(TooLarge, match="5 mask tokens; a request may have 4"):
         await fill(engine, TWO, TWO, ONE)
