@@ -213,14 +213,17 @@ def _vocabulary_product(
         weights.names.add(row)
         yield from _quantize_rows(x, weights, NARROW_MOST, NARROW_ZERO_POINT, f"{x}.scales")
     rows, scale = _add_table(part.input[0] if part else name, table, weights)
-    if part is not None:
-        yield helper.make_node("Slice", [rows, *part.input[1:]], [f"{name}.rows"])
-        yield helper.make_node("Slice", [scale, *part.input[1:]], [f"{name}.row_scales"])
-        rows, scale = f"{name}.rows", f"{name}.row_scales"
-    yield helper.make_node("Transpose", [rows], [f"{name}.columns"], perm=[1, 0])
-    yield helper.make_node("Squeeze", [scale, axes], [f"{name}.scales"])
+    columns = f"{name}.columns"
+    if columns not in weights.names:  # another head may have the same table
+        weights.names.add(columns)
+        if part is not None:
+            yield helper.make_node("Slice", [rows, *part.input[1:]], [f"{name}.rows"])
+            yield helper.make_node("Slice", [scale, *part.input[1:]], [f"{name}.row_scales"])
+            rows, scale = f"{name}.rows", f"{name}.row_scales"
+        yield helper.make_node("Transpose", [rows], [columns], perm=[1, 0])
+        yield helper.make_node("Squeeze", [scale, axes], [f"{name}.scales"])
     one = weights.add("quantize.one", np.float32(1))
-    operands = [quantized, f"{name}.columns", one, f"{name}.scales", zero]
+    operands = [quantized, columns, one, f"{name}.scales", zero]
     yield from _multiply(node, operands, row, bias)
 
 
