@@ -43,7 +43,7 @@ def read(path: Path, query: str) -> Iterator[tuple[str, dict[str, list[str]]]]:
     language = (languages.pop() if len(languages) == 1 else None) or ""
     if len(columns) > 2 or language:
         described = _describe({"words": word, "tags": tag}, columns)
-        _log(
+        log(
             f"{path}: {described}"
             + (f"; {language!r} before each word is removed" * bool(language))
         )
@@ -136,5 +136,5 @@ def _describe(names: Mapping[str, int], columns: Sequence[Sequence[str]]) -> str
 
 
 @functools.cache  # a run reads its dev set many times
-def _log(message: str) -> None:
+def log(message: str) -> None:
     LOGGER.warning("%s", message)

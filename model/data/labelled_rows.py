@@ -14,6 +14,8 @@ a file: see hf_datasets.py.
 
 import functools
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +29,10 @@ from model.data.file_records import Fields
 from service.core.data_files import columns, sources
 from service.core.data_files.text_files import DataError
 
-SAME = ("entailment", "duplicate", "paraphrase")  # labels of pairs with the same meaning
+# Labels of pairs with the same meaning, and of other pairs.
+SAME = ("entailment", "duplicate", "paraphrase", "equivalent", "true", "1")
+DIFFERENT = ("contradiction", "neutral", "false", "0", *(f"not_{label}" for label in SAME[:4]))
+NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)\s*")
 MOST_PLACES = 5  # rows without a field that a message names
 
 
@@ -112,10 +117,14 @@ def read(
         raise ValueError(f"task {task!r} is none of {', '.join(columns.TRAINING)}")
     rows: list[Any] = []
     missing: list[MissingFieldError] = []
+    left_out: Counter[str] = Counter()
     make, records = _open(str(source), task, problem_type, labels)
     for record in records:
         try:
-            rows.append(make(*record))
+            if row := make(*record):
+                rows.append(row)
+            else:
+                left_out[str(record[1]["label"]).strip()] += 1
         except MissingFieldError as error:
             missing.append(error)
     if len(missing) > 1:
@@ -128,9 +137,11 @@ def read(
         raise DataError(f"{first}{places}: fill the cells, or remove the rows")
     if missing:
         raise missing[0]
-    rows = [row for row in rows if row is not None]
+    counts = ", ".join(f"{label!r} ({count:,} rows)" for label, count in left_out.items())
     if not rows:
-        raise DataError(f"{source}: no rows")
+        raise DataError(f"{source}: no rows" + f" but pairs with the label {counts}" * bool(counts))
+    if counts:
+        conll.log(f"{source}: pairs with the label {counts} are left out; {len(rows):,} rows stay")
     return rows
 
 
@@ -163,7 +174,7 @@ def _open(
         case "qa":
             return _question, records
         case _:
-            every = [(where, _scored(row)) for where, row in records]
+            every = _scored([*records])
             return functools.partial(_related, scores=_range(file, every)), every
 
 
@@ -291,24 +302,23 @@ def _range(source: str, records: Iterable[tuple[str, dict[str, Any]]]) -> tuple[
     return low, high
 
 
-def _scored(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row in which a label that is a number, with a fraction, is the score."""
-    label = row.get("label")
-    try:
-        is_score = "score" not in row and "." in str(label) and math.isfinite(float(str(label)))
-    except ValueError:
-        return row
-    if not is_score:
-        return row
+def _scored(records: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
+    """Return rows whose labels are their scores if all labels are numbers, and one of them has a fraction."""
+    labels = [str(row["label"]) for _, row in records if "label" in row and "score" not in row]
+    if not all(map(NUMBER.fullmatch, labels)) or not any("." in label for label in labels):
+        return records
+    return [(where, _with_score(row) if "label" in row else row) for where, row in records]
+
+
+def _with_score(row: dict[str, Any]) -> dict[str, Any]:
     names = row.names if isinstance(row, Fields) else {}
-    rest = {name: value for name, value in row.items() if name != "label"}
-    return Fields(
-        {**rest, "score": float(str(label))}, {**names, "score": names.get("label", "label")}
-    )
+    fields = {name: value for name, value in row.items() if name != "label"}
+    scored = {"score": float(str(row["label"])), **fields}
+    return Fields(scored, {"score": names.get("label", "label"), **names})
 
 
 def _related(where: str, row: dict[str, Any], scores: tuple[float, float]) -> Similar | None:
-    """Return a pair or a group of texts; None for a pair whose label is none of SAME.
+    """Return a pair or a group of texts; None for a pair whose label is one of DIFFERENT.
 
     scores: the lowest and the highest of the file, which become 0 and 1
     """
@@ -320,10 +330,23 @@ def _related(where: str, row: dict[str, Any], scores: tuple[float, float]) -> Si
     if {"anchor", "positive"} & set(row):
         return _anchored(where, row)
     pair = (_get(where, row, "text"), _get(where, row, "text_pair"))
-    if "score" in row:
+    if "score" in row or (isinstance(row, Fields) and "score" in row.names):
         low, high = scores
-        return Similar(where, pair, (row["score"] - low) / (high - low))
-    return Similar(where, pair, None) if _get(where, row, "label").strip() in SAME else None
+        return Similar(where, pair, (_get(where, row, "score", kind=object) - low) / (high - low))
+    label = row.get("label")
+    match columns.normalize(str("" if label is None else label)):
+        case "":
+            raise MissingFieldError(
+                where, row.names["label"] if isinstance(row, Fields) else "label"
+            )
+        case name if name in SAME:
+            return Similar(where, pair, None)
+        case name if name in DIFFERENT:
+            return None
+    raise DataError(
+        f"{where}: the label {label!r} is neither of pairs with the same meaning ({', '.join(SAME)}) nor of others"
+        f" ({', '.join(DIFFERENT)}): write the name of a class that is a number, and similarities in a column score"
+    )
 
 
 def _anchored(where: str, row: dict[str, Any]) -> Similar:

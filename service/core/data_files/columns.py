@@ -27,12 +27,13 @@ TEXTS = (
     ("sentence",),
     ("question",),
 )
-# Further names of fields; the field's own name is preferred.
+# Further names of fields, unless they are fields of the task; the field's own name is preferred.
 ALSO = {
     "tags": ("ner_tags",),
     "tokens": ("words",),
     "score": ("similarity_score",),
     "answer": ("answer_text",),
+    "label": ("labels",),
 }
 
 
@@ -81,7 +82,7 @@ def recognize(needs: Needs, names: tuple[str, ...]) -> dict[str, str]:
     found = {
         field: present[name]
         for field in needs.fields
-        for name in (field, *ALSO.get(field, ()))[::-1]
+        for name in _own_names(needs, field)[::-1]
         if name in present
     }
     if "text" in needs.fields:
@@ -132,18 +133,23 @@ def lacking(where: str, needs: Needs, names: Sequence[str], found: Mapping[str, 
     closest = max(needs.required, key=lambda fields: len(found.keys() & {*fields}))
     missing = next(field for field in closest if field not in found)
     needed = ", or ".join(" and ".join(fields) for fields in needs.required)
+    known = ", ".join(accepted(needs, missing))
     return DataError(
-        f"{where}: no {missing} (recognized names: {', '.join(accepted(missing))}): {needs.task} needs {needed}; the"
+        f"{where}: no {missing} (recognized names: {known}): {needs.task} needs {needed}; the"
         f" columns are {', '.join(map(_short, names))}. Say which is which: {_example(needs)}"
     )
 
 
-def accepted(field: str) -> list[str]:
+def accepted(needs: Needs, field: str) -> list[str]:
     """Return the names of columns that are recognized as a field."""
     if field in ("text", "text_pair"):
         place = ("text", "text_pair").index(field)
         return list(dict.fromkeys(names[place] for names in TEXTS if len(names) > place))
-    return [field, *ALSO.get(field, ())]
+    return _own_names(needs, field)
+
+
+def _own_names(needs: Needs, field: str) -> list[str]:
+    return [field, *(name for name in ALSO.get(field, ()) if name not in needs.fields)]
 
 
 def named(where: str, needs: Needs, query: str) -> dict[str, str]:

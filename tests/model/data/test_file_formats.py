@@ -228,12 +228,66 @@ def test_answers_in_cells(tmp_path: Path) -> None:
     assert [row.answers for row in read(tmp_path / "a.csv", text, "qa")] == [(("Ada", 0),), ()]
 
 
+@pytest.mark.parametrize(
+    ("labels", "kept"),
+    [
+        (["Entailment", " entailment", "NEUTRAL", "contradiction"], [0, 1]),
+        (["1", "0", "1"], [0, 2]),
+        (["true", "False", "TRUE"], [0, 2]),
+        (["equivalent", "not equivalent", "Not-Duplicate"], [0]),
+    ],
+)
+def test_labels_of_pairs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, labels: list[str], kept: list[int]
+) -> None:
+    """They are read in any case, and training logs how many pairs it leaves out."""
+    lines = [f'{number},b,"{label}"' for number, label in enumerate(labels)]
+    text = "\n".join(["sentence1,sentence2,labels", *lines])
+    found = read(tmp_path / "a.csv", text, "embedding")
+    assert [row.texts[0] for row in found] == [*map(str, kept)]
+    assert f"are left out; {len(kept)} rows stay" in caplog.text
+    objects = [
+        json.dumps({"text": str(n), "text_pair": "b", "label": _value(label)})
+        for n, label in enumerate(labels)
+    ]
+    assert read(tmp_path / "a.jsonl", "\n".join(objects), "embedding") == [
+        Similar(f"{tmp_path / 'a.jsonl'}:{number + 1}", row.texts, None)
+        for number, row in zip(kept, found, strict=True)
+    ]
+
+
+def _value(label: str) -> Any:
+    """Return a number or a truth value where a label is one, as JSON has it."""
+    return json.loads(label.lower()) if label.lower() in ("true", "false", "0", "1") else label
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["a,b,0", "c,d,2"], "a.csv:3: the label '2' is neither .* similarities in a column score"),
+        (["a,b,same", "c,d,1"], "a.csv:2: the label 'same' is neither"),
+        (["a,b,0.5", "c,d,x"], "a.csv:2: the label '0.5' is neither"),
+        (["a,b,0", "c,d,0"], r"a.csv: no rows but pairs with the label '0' \(2 rows\)"),
+        (["a,b,1", "c,d,"], "a.csv:3: no label"),
+    ],
+)
+def test_wrong_labels_of_pairs(tmp_path: Path, lines: list[str], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        read(tmp_path / "a.csv", "\n".join(["text,text_pair,label", *lines]), "embedding")
+
+
+def test_a_pair_without_a_score(tmp_path: Path) -> None:
+    text = "text,text_pair,label,score\na,b,x,1\nc,d,x,\ne,f,x,2\n"
+    with pytest.raises(DataError, match=r"a\.csv:3: no score"):
+        read(tmp_path / "a.csv", text, "embedding")
+
+
 def test_numbers_in_cells(tmp_path: Path) -> None:
     """A label of a regression is a number; so is one of pairs with fractions."""
     found = read(tmp_path / "a.csv", "text,label\na,2.5\nb,3\n", "classification", "regression")
     assert [row.score for row in found] == [2.5, 3.0]
-    text = "sentence1,sentence2,label\na,b,0.5\nc,d,2.5\n"
-    assert [row.score for row in read(tmp_path / "b.csv", text, "embedding")] == [0.0, 1.0]
+    text = "sentence1,sentence2,label\na,b,0.5\nc,d,2.5\ne,f,1\n"
+    assert [row.score for row in read(tmp_path / "b.csv", text, "embedding")] == [0.0, 1.0, 0.25]
 
 
 # -- JSON -----------------------------------------------------------------------------------------
@@ -284,6 +338,9 @@ def test_tags_that_are_numbers(tmp_path: Path) -> None:
             b"PAR1....",
             "a.csv is no text but a Parquet file: its name must end in .parquet",
         ),
+        ("a.csv.zst", b"\x28\xb5\x2f\xfd..", "a.csv.zst is no text but a Zstandard file"),
+        ("a.csv", b"BZh91AY&SY", "a.csv is no text but a bzip2 file: its name must end in .bz2"),
+        ("a.csv.bz2", b"text,label\na,x\n", "a.csv.bz2 cannot be read to its end: Invalid data"),
         ("a.csv", b"\x1f\x8b....", "a.csv is no text but a gzip file: its name must end in .gz"),
         ("a.csv", b"text,label,label\na,x,y\n", "a.csv:1: 2 columns are called 'label': rename"),
         (
@@ -394,7 +451,7 @@ def columns_table() -> str:
     for task, fields in [(task, needs.fields) for task, needs in columns.TRAINING.items()]:
         every = [*fields, "negative"] if task == "embedding" else fields
         for field in every:
-            names = [f"`{name}`" for name in columns.accepted(field)]
+            names = [f"`{name}`" for name in columns.accepted(columns.TRAINING[task], field)]
             names += ["`negatives`", "`negative_1`, `negative_2`, ..."] * (field == "negative")
             lines.append(f"| {task} | `{field}` | {', '.join(names)} |")
     return "\n".join(lines)
@@ -414,7 +471,7 @@ def test_tables_of_the_documentation(name: str, make: Callable[[], str]) -> None
 def test_recognized_names_are_read(task: str) -> None:
     """Each name of the table stands for its field."""
     for field in columns.TRAINING[task].fields:
-        for name in columns.accepted(field):
+        for name in columns.accepted(columns.TRAINING[task], field):
             if field == "text_pair" or name in ("premise", "sentence1", "question1"):
                 continue  # pairs are tested as pairs
             assert columns.recognize(columns.TRAINING[task], (name.upper(),))[field] == name.upper()
