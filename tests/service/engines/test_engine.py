@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -47,15 +46,23 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 SHORT = [samples.text(words, seed=words) for words in (1, 9, 30)]
 LONG = samples.text(700, seed=3)
 
-CLASSIFY = {"top_k": None, "truncate": True, "stride": 0}
-NER = {"aggregation_strategy": "simple", "truncate": "window", "stride": 16}
-QA = {
-    "top_k": 3,
-    "handle_impossible_answer": False,
-    "truncate": "window",
-    "stride": 16,
-}
-EMBED = {"normalize": None, "dimensions": None, "truncate": True, "stride": 0}
+
+def classify(inputs: list[str], **options: Any) -> Classification:
+    return Classification(inputs=inputs, **options)
+
+
+def ner(inputs: list[str], **options: Any) -> EntityRecognition:
+    fields = {"aggregation_strategy": "simple", "stride": 16, **options}
+    return EntityRecognition(inputs=inputs, **fields)
+
+
+def qa(questions: list[str], contexts: list[str], **options: Any) -> QuestionAnswering:
+    fields = {"top_k": 3, "stride": 16, **options}
+    return QuestionAnswering(questions=questions, contexts=contexts, **fields)
+
+
+def embed(inputs: list[str], **options: Any) -> Embedding:
+    return Embedding(inputs=inputs, **options)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -100,7 +107,7 @@ def alike(one: Any, other: Any) -> bool:
 
 async def test_classify(tiny: Engine, runner: Runner) -> None:
     """Each text gets every label, as decoded from its own logits."""
-    reply = await tiny.answer(Classification(inputs=SHORT, **CLASSIFY), ticket())
+    reply = await tiny.answer(classify(SHORT), ticket())
     head = tiny.manifest.heads["sentiment"]
     assert (("sentiment",), len(SHORT)) == (reply.heads, len(reply.results))
     for found, encoded in zip(reply.results, tiny.encoder.texts(SHORT), strict=True):
@@ -118,8 +125,8 @@ async def test_calibrated(tiny: Engine, tiny_bundle: Path, tmp_path: Path) -> No
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["heads"]["sentiment"]["calibration_temperature"] = 2.0
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    logits = Classification(inputs=SHORT, **CLASSIFY, function_to_apply="none")
-    raw = Classification(inputs=SHORT, **CLASSIFY)
+    logits = classify(SHORT, function_to_apply="none")
+    raw = classify(SHORT)
     settings = Settings(bundles=(folder,), provider="cpu", threads=1)
     async with open_local_engines(Metrics(), settings) as engines:
         engine = engines.get(None)
@@ -155,9 +162,7 @@ async def test_the_description_has_the_memory_of_the_graph_that_runs(
 
 async def test_pairs(tiny: Engine, runner: Runner) -> None:
     """A text with its pair is one sequence of two segments, and another text than either."""
-    reply = await tiny.answer(
-        Classification(inputs=SHORT, text_pair=SHORT[::-1], **{**CLASSIFY, "top_k": 1}), ticket()
-    )
+    reply = await tiny.answer(classify(SHORT, text_pair=SHORT[::-1], top_k=1), ticket())
     encoded = tiny.encoder.pairs(SHORT, SHORT[::-1])
     logits = [outputs(runner, item, "sentiment")[0] for item in encoded]
     best = [tiny.manifest.heads["sentiment"].labels[row.argmax()] for row in logits]
@@ -169,7 +174,7 @@ async def test_pairs(tiny: Engine, runner: Runner) -> None:
 
 async def test_named_head(tiny: Engine) -> None:
     """A head that is named answers: here labels that do not exclude each other."""
-    reply = await tiny.answer(Classification(inputs=SHORT, **CLASSIFY), ticket(), ("topics",))
+    reply = await tiny.answer(classify(SHORT), ticket(), ("topics",))
     assert ("topics",) == reply.heads
     assert {"sea", "sky", "trade", "craft"} == {label.label for label in reply.results[0]}
     assert not close(1, sum(label.score for label in reply.results[0]))
@@ -177,7 +182,7 @@ async def test_named_head(tiny: Engine) -> None:
 
 async def test_ner(tiny: Engine) -> None:
     """Entities of a text in windows are words of that text, in its order, once each."""
-    reply = await tiny.answer(EntityRecognition(inputs=[*SHORT, LONG], **NER), ticket())
+    reply = await tiny.answer(ner([*SHORT, LONG]), ticket())
     for text, entities in zip([*SHORT, LONG], reply.results, strict=True):
         assert [e.word for e in entities] == [text[e.start : e.end] for e in entities]
         edges = [edge for e in entities for edge in (e.start, e.end)]
@@ -189,10 +194,8 @@ async def test_ner(tiny: Engine) -> None:
 async def test_spans_count_code_points(name: str, tiny: Engine) -> None:
     """Whatever a text is written in, spans are slices of it as the client sent it."""
     text = samples.STRANGE[name]
-    entities = (await tiny.answer(EntityRecognition(inputs=[text], **NER), ticket())).results[0]
-    answers = (
-        await tiny.answer(QuestionAnswering(questions=["Who?"], contexts=[text], **QA), ticket())
-    ).results[0]
+    entities = (await tiny.answer(ner([text]), ticket())).results[0]
+    answers = (await tiny.answer(qa(["Who?"], [text]), ticket())).results[0]
     assert entities
     assert [e.word for e in entities] == [text[e.start : e.end] for e in entities]
     assert answers
@@ -201,9 +204,7 @@ async def test_spans_count_code_points(name: str, tiny: Engine) -> None:
 
 async def test_qa(tiny: Engine, runner: Runner) -> None:
     """Answers are spans of the context, best first, as decoded from all its windows at once."""
-    reply = await tiny.answer(
-        QuestionAnswering(questions=["Who sold it?"] * 2, contexts=[SHORT[2], LONG], **QA), ticket()
-    )
+    reply = await tiny.answer(qa(["Who sold it?"] * 2, [SHORT[2], LONG]), ticket())
     head = tiny.manifest.heads["answers"]
     encoded = tiny.encoder.questions(
         ["Who sold it?"], [LONG], stride=16, max_query_tokens=head.max_query_tokens
@@ -224,12 +225,8 @@ async def test_qa(tiny: Engine, runner: Runner) -> None:
 
 async def test_embed(tiny: Engine, runner: Runner) -> None:
     """Vectors have length one, or the head's setting, or the request's."""
-    unit = np.stack((await tiny.answer(Embedding(inputs=SHORT, **EMBED), ticket())).results)
-    plain = np.stack(
-        (
-            await tiny.answer(Embedding(inputs=SHORT, **{**EMBED, "normalize": False}), ticket())
-        ).results
-    )
+    unit = np.stack((await tiny.answer(embed(SHORT), ticket())).results)
+    plain = np.stack((await tiny.answer(embed(SHORT, normalize=False), ticket())).results)
     expected = [outputs(runner, item, "embeddings")[0] for item in tiny.encoder.texts(SHORT)]
     np.testing.assert_allclose(plain, expected, rtol=0, atol=1e-5)
     norms = np.linalg.norm(plain, axis=1, keepdims=True)
@@ -249,8 +246,8 @@ def weighted(rows: Sequence[NDArray[np.float32]], encoded: Encoded) -> NDArray[n
 
 async def test_windows_of_a_label(tiny: Engine, runner: Runner) -> None:
     """A text in windows is labelled by the mean of their logits, weighted by their tokens."""
-    how = {**CLASSIFY, "truncate": "window", "stride": 20}
-    reply = await tiny.answer(Classification(inputs=[LONG, SHORT[0]], **how), ticket())
+    work = classify([LONG, SHORT[0]], truncate="window", stride=20)
+    reply = await tiny.answer(work, ticket())
     encoded = tiny.encoder.texts([LONG], truncate="window", stride=20)[0]
     logits = weighted(outputs(runner, encoded, "sentiment"), encoded)
     scores = np.exp(logits) / np.exp(logits).sum()
@@ -263,10 +260,8 @@ async def test_usage(tiny: Engine) -> None:
     """Tokens and windows are of all inputs, special tokens included; texts that were cut are named."""
     texts = [LONG, SHORT[0], LONG]
     windows = tiny.encoder.texts(texts, truncate="window", stride=16)
-    whole = (await tiny.answer(EntityRecognition(inputs=texts, **NER), ticket())).usage
-    cut = (
-        await tiny.answer(EntityRecognition(inputs=texts, **{**NER, "truncate": True}), ticket())
-    ).usage
+    whole = (await tiny.answer(ner(texts), ticket())).usage
+    cut = (await tiny.answer(ner(texts, truncate=True), ticket())).usage
     tokens = sum(item.tokens for item in windows)
     assert (tokens, sum(len(item.windows) for item in windows), []) == (
         whole.tokens,
@@ -282,7 +277,7 @@ async def test_usage(tiny: Engine) -> None:
 
 async def test_timing(tiny: Engine) -> None:
     """A reply knows where its time went, and the batch that it rode in."""
-    timing = (await tiny.answer(Embedding(inputs=SHORT, **EMBED), ticket())).timing
+    timing = (await tiny.answer(embed(SHORT), ticket())).timing
     assert min(timing.encode_s, timing.queue_s, timing.inference_s, timing.decode_s) > 0
     assert 0 < timing.return_s < 1
     assert 1 <= timing.batch_size <= 3
@@ -292,35 +287,36 @@ async def test_timing(tiny: Engine) -> None:
 # -- refusals -------------------------------------------------------------------------------------
 
 
-def classified(**options: Any) -> Classification:
-    return Classification(inputs=SHORT, **{**CLASSIFY, **options})
-
-
 @pytest.mark.parametrize(
     ("task", "head", "said", "param"),
     [
-        (classified(), "mood", "no classification head 'mood'.* it has: sentiment, topics", "head"),
-        (Embedding(inputs=SHORT, **EMBED), "entities", "no embedding head 'entities'", "head"),
         (
-            classified(calibrated=True),
+            classify(SHORT),
+            "mood",
+            "no classification head 'mood'.* it has: sentiment, topics",
+            "head",
+        ),
+        (embed(SHORT), "entities", "no embedding head 'entities'", "head"),
+        (
+            classify(SHORT, calibrated=True),
             None,
             "head sentiment has no calibration_temperature",
             "calibrated",
         ),
         (
-            classified(text_pair=SHORT, truncate="window"),
+            classify(SHORT, text_pair=SHORT, truncate="window"),
             None,
             "pairs have no windows",
             "truncate",
         ),
         (
-            EntityRecognition(inputs=SHORT, **{**NER, "stride": 256}),
+            ner(SHORT, stride=256),
             None,
             "tiny@1 takes strides of at most 255",
             "stride",
         ),
         (
-            Embedding(inputs=SHORT, **{**EMBED, "dimensions": 65}),
+            embed(SHORT, dimensions=65),
             None,
             "embeddings has 64 dimensions, 65 were",
             "dimensions",
@@ -340,15 +336,14 @@ async def test_refused(
 
 async def test_too_long(tiny: Engine) -> None:
     """If truncation is off, the error has every text that is too long, and nothing is computed."""
-    how = {**CLASSIFY, "truncate": False}
     said = r"inputs\[1\], inputs\[3\]: longer than 512 tokens"
     with pytest.raises(InvalidInput, match=said) as caught:
-        await tiny.answer(Classification(inputs=[SHORT[0], LONG, SHORT[1], LONG], **how), ticket())
+        await tiny.answer(classify([SHORT[0], LONG, SHORT[1], LONG], truncate=False), ticket())
     assert "inputs[1]" == caught.value.param
     asked = replace(ticket(), place="context")
     with pytest.raises(InvalidInput, match=r"^context: longer than 512 tokens") as caught:
         await tiny.answer(
-            QuestionAnswering(questions=["Who?"], contexts=[LONG], **{**QA, "truncate": False}),
+            qa(["Who?"], [LONG], truncate=False),
             asked,
         )
     assert "context" == caught.value.param
@@ -377,6 +372,20 @@ def zeros(entry: Entry) -> Outcome:
     return Outcome({entry.heads[0]: np.zeros(64, np.float32)}, 0.0, 0.0, 1, 1, 1.0)
 
 
+def submit(failed: dict[int, EntryOutcome]) -> Any:
+    """Make a device's function that has zeros for all entries but some, by index, which fail."""
+
+    async def submit(
+        entries: Sequence[Entry], on_outcome: OnOutcome = lambda *_: None
+    ) -> list[EntryOutcome]:
+        outcomes = [failed.get(index) or zeros(entry) for index, entry in enumerate(entries)]
+        for entry, outcome in zip(entries, outcomes, strict=True):
+            on_outcome(entry, outcome)
+        return outcomes
+
+    return submit
+
+
 async def test_entries(tiny_bundle: Path) -> None:
     """An entry for each window, with all that the ticket says."""
     submitted: list[Entry] = []
@@ -393,9 +402,7 @@ async def test_entries(tiny_bundle: Path) -> None:
 
     engine = engine_of(tiny_bundle, device(submit))
     asked = Ticket("r", deadline=12.5, priority=1, tenant="t", on_submit=tell)
-    await engine.answer(
-        Embedding(inputs=[SHORT[0], LONG], **{**EMBED, "truncate": "window"}), asked
-    )
+    await engine.answer(embed([SHORT[0], LONG], truncate="window", stride=0), asked)
     windows = [
         w for e in engine.encoder.texts([SHORT[0], LONG], truncate="window") for w in e.windows
     ]
@@ -419,9 +426,8 @@ async def test_results_are_reported_as_they_come(tiny_bundle: Path) -> None:
     engine = engine_of(tiny_bundle, device(submit))
     windows = len(engine.encoder.texts([LONG], truncate="window")[0].windows)
     assert windows > 1
-    options = {**EMBED, "truncate": "window", "normalize": False}
     reply = await engine.answer(
-        Embedding(inputs=[SHORT[0], LONG, SHORT[1]], **options),
+        embed([SHORT[0], LONG, SHORT[1]], truncate="window", normalize=False),
         ticket(),
         on_result=lambda index, vector: told.append((index, float(vector[0]))),
     )
@@ -431,12 +437,10 @@ async def test_results_are_reported_as_they_come(tiny_bundle: Path) -> None:
 
 
 TASKS: dict[str, Callable[..., EngineTask[Any]]] = {
-    "classify": partial(Classification, **CLASSIFY),
-    "ner": partial(EntityRecognition, **NER),
-    "qa": lambda inputs, **options: QuestionAnswering(
-        questions=["Who drew a comet?"] * len(inputs), contexts=inputs, **{**QA, **options}
-    ),
-    "embed": partial(Embedding, **EMBED),
+    "classify": classify,
+    "ner": ner,
+    "qa": lambda inputs, **options: qa(["Who drew a comet?"] * len(inputs), inputs, **options),
+    "embed": embed,
 }
 each_task = pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
 
@@ -447,14 +451,14 @@ async def test_reported_and_returned_results_are_equal(
 ) -> None:
     """The callback gets the same results as the caller gets at the end."""
     told: dict[int, Any] = {}
-    work = task(inputs=[*SHORT, LONG])
+    work = task([*SHORT, LONG])
     plain = await tiny.answer(work, ticket())
     streamed = await tiny.answer(work, ticket(), on_result=told.__setitem__)
     assert [0, 1, 2, 3] == sorted(told)
     assert plain.usage == streamed.usage
     for index, result in enumerate(plain.results):
         np.testing.assert_equal(told[index], streamed.results[index])
-        if task == "embed":
+        if task is embed:
             np.testing.assert_allclose(told[index], result, rtol=0, atol=1e-5)
         else:
             assert len(result) == len(told[index])
@@ -470,80 +474,77 @@ async def test_large_answers_are_decoded_in_a_thread(
     monkeypatch.setattr(engine, "INLINE_TOKENS", most)
     whole = decode.embed
 
-    def embed(*arguments: Any, **named: Any) -> Any:
+    def decoded(*arguments: Any, **named: Any) -> Any:
         threads.append(threading.current_thread().name)
         return whole(*arguments, **named)
 
-    monkeypatch.setattr(decode, "embed", embed)
+    monkeypatch.setattr(decode, "embed", decoded)
     on_result = (lambda *_: told.append(threading.current_thread().name)) if in_lines else None
-    reply = await tiny.answer(
-        Embedding(inputs=[LONG], **{**EMBED, "truncate": "window"}), ticket(), on_result=on_result
-    )
+    reply = await tiny.answer(embed([LONG], truncate="window"), ticket(), on_result=on_result)
     assert 100 < reply.usage.tokens <= 1100
     assert [True] == [name.startswith(thread) for name in threads]
     assert ["MainThread"] * in_lines == told
     assert len(reply.results) == 1
 
 
+OnEncoding = Callable[[Callable[[list[str]], Any]], None]
+
+
+@pytest.fixture
+def on_encoding(monkeypatch: pytest.MonkeyPatch) -> OnEncoding:
+    """Install a function that is called with texts before they are encoded: as one letter each if they are long."""
+    whole = Encoder.windows
+
+    def install(call: Callable[[list[str]], Any]) -> None:
+        def windows(self: Encoder, texts: list[str], **named: Any) -> list[Cut]:
+            call(texts)
+            return whole(self, ["a" if len(t) > 1000 else t for t in texts], **named)
+
+        monkeypatch.setattr(Encoder, "windows", windows)
+
+    return install
+
+
 @pytest.mark.parametrize(
     ("characters", "thread"), [(INLINE_CHARACTERS, "MainThread"), (INLINE_CHARACTERS + 1, "text-")]
 )
 async def test_long_texts_are_encoded_in_a_thread(
-    characters: int, thread: str, tiny: Engine, monkeypatch: pytest.MonkeyPatch
+    characters: int, thread: str, tiny: Engine, on_encoding: OnEncoding
 ) -> None:
     """Long texts are encoded in a thread, while the event loop serves other requests."""
-    threads = []
-
-    def texts(self: Encoder, *arguments: Any, **named: Any) -> list[Cut]:
-        threads.append(threading.current_thread().name)
-        return whole(self, *arguments, **named)
-
-    whole = Encoder.windows
-    monkeypatch.setattr(Encoder, "windows", texts)
-    await tiny.answer(Embedding(inputs=["a" * characters], **EMBED), ticket())
+    threads: list[str] = []
+    on_encoding(lambda _: threads.append(threading.current_thread().name))
+    await tiny.answer(embed(["a" * characters]), ticket())
     (name,) = threads
     assert name.startswith(thread)
 
 
 @pytest.mark.parametrize("isolate_errors", [False, True])
 async def test_more_than_may_ever_wait_is_not_encoded(
-    isolate_errors: bool, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+    isolate_errors: bool,
+    tiny_bundle: Path,
+    on_encoding: OnEncoding,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The tokens of a request are counted as they are encoded, and none is submitted."""
     encoded: list[str] = []
-
-    def texts(self: Encoder, texts: list[str], **named: Any) -> list[Cut]:
-        encoded.extend(texts)
-        return whole(self, texts, **named)
-
-    whole = Encoder.windows
-    monkeypatch.setattr(Encoder, "windows", texts)
+    on_encoding(encoded.extend)
     monkeypatch.setattr(engine, "PART_CHARACTERS", 8)
     asked = Ticket("r", deadline=12.5, isolate_errors=isolate_errors)
     with pytest.raises(TooLarge, match="at least 27 tokens exceed max_queue_tokens, 20"):
-        await engine_of(tiny_bundle, device(None, 20)).answer(
-            Embedding(inputs=["!!!!!!!"] * 9, **EMBED), asked
-        )
+        await engine_of(tiny_bundle, device(None, 20)).answer(embed(["!!!!!!!"] * 9), asked)
     assert 3 == len(encoded)
 
 
 async def test_a_request_canceled_before_its_thread_costs_nothing(
-    tiny: Engine, monkeypatch: pytest.MonkeyPatch
+    tiny: Engine, on_encoding: OnEncoding
 ) -> None:
     """The long texts of canceled requests are never encoded."""
     release, encoded = threading.Event(), []
-
-    def texts(self: Encoder, texts: list[str], **named: Any) -> list[Cut]:
-        assert release.wait(30)
-        encoded.append(len(texts))
-        return whole(self, ["a"] * len(texts), **named)
-
-    whole = Encoder.windows
-    monkeypatch.setattr(Encoder, "windows", texts)
+    on_encoding(lambda texts: release.wait(30) and encoded.append(len(texts)))
     long = "a" * (INLINE_CHARACTERS + 1)
     asked = [
-        asyncio.create_task(tiny.answer(Embedding(inputs=[long] * n, **EMBED), ticket()))
-        for n in range(1, THREADS + 2)
+        asyncio.create_task(tiny.answer(embed([long] * n), ticket())) for n in range(1, THREADS + 2)
     ]
     await asyncio.sleep(0)  # all have asked, and the last has found no thread
     asked[-1].cancel()
@@ -554,32 +555,22 @@ async def test_a_request_canceled_before_its_thread_costs_nothing(
 
 
 async def test_a_long_text_that_would_be_late_is_refused_before_it_is_encoded(
-    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_bundle: Path, on_encoding: OnEncoding
 ) -> None:
     """The texts of the same tenant that wait are expected to take longer than it has; another tenant's are not."""
     encoded: list[list[str]] = []
     release = threading.Event()
-
-    def windows(self: Encoder, texts: list[str], **named: Any) -> list[Cut]:
-        assert release.wait(30)
-        encoded.append(texts)
-        return whole(self, ["a"] * len(texts), **named)
-
-    async def submit(entries: Sequence[Entry]) -> list[Outcome]:
-        return [*map(zeros, entries)]
-
-    whole = Encoder.windows
-    monkeypatch.setattr(Encoder, "windows", windows)
-    idle = cast(Device, SimpleNamespace(submit=submit, max_queue_tokens=10**6, load=Load))
+    on_encoding(lambda texts: release.wait(30) and encoded.append(texts))
+    idle = cast(Device, SimpleNamespace(submit=submit({}), max_queue_tokens=10**6, load=Load))
     made = engine_of(tiny_bundle, idle)
-    long = Embedding(inputs=["a" * 250_000], **EMBED)
+    long = embed(["a" * 250_000])
     patient = Ticket("r", deadline=time.monotonic() + 300, tenant="crawler")
     crowd = [asyncio.create_task(made.answer(long, patient)) for _ in range(20)]
     await asyncio.sleep(0)
     with pytest.raises(Overloaded, match="estimated completion"):
         await made.answer(long, replace(patient, deadline=time.monotonic() + 5))
     other = replace(patient, deadline=time.monotonic() + 5, tenant="app")
-    document = Embedding(inputs=["b" * 5000], **EMBED)
+    document = embed(["b" * 5000])
     asked = asyncio.create_task(made.answer(document, other))
     release.set()
     await asyncio.gather(asked, *crowd)
@@ -612,14 +603,10 @@ async def test_parts_make_no_difference(tiny: Engine, monkeypatch: pytest.Monkey
 
     async def answers() -> list[Reply[Any]]:
         return [
-            await tiny.answer(
-                Classification(inputs=texts, text_pair=texts[::-1], **CLASSIFY), ticket()
-            ),
-            await tiny.answer(EntityRecognition(inputs=texts, **NER), ticket()),
-            await tiny.answer(
-                QuestionAnswering(questions=texts, contexts=texts[::-1], **QA), ticket()
-            ),
-            await tiny.answer(Embedding(inputs=texts, **EMBED), ticket()),
+            await tiny.answer(classify(texts, text_pair=texts[::-1]), ticket()),
+            await tiny.answer(ner(texts), ticket()),
+            await tiny.answer(qa(texts, texts[::-1]), ticket()),
+            await tiny.answer(embed(texts), ticket()),
         ]
 
     whole = await answers()
@@ -628,28 +615,18 @@ async def test_parts_make_no_difference(tiny: Engine, monkeypatch: pytest.Monkey
         assert one.usage == other.usage
         assert alike(one.results, other.results)
     with pytest.raises(InvalidInput, match=r"inputs\[1\], inputs\[3\]: longer than"):
-        await tiny.answer(
-            Embedding(inputs=["a", LONG, "a", LONG], **{**EMBED, "truncate": False}), ticket()
-        )
+        await tiny.answer(embed(["a", LONG, "a", LONG], truncate=False), ticket())
 
 
 async def test_a_large_request_lets_others_go_between(
-    tiny: Engine, monkeypatch: pytest.MonkeyPatch
+    tiny: Engine, on_encoding: OnEncoding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests of many parts take turns in the threads, and one that leaves is not encoded to its end."""
     encoded: list[str] = []
-
-    def texts(self: Encoder, texts: list[str], **named: Any) -> list[Cut]:
-        encoded.extend(text[0] for text in texts)
-        return whole(self, ["a"] * len(texts), **named)
-
-    whole = Encoder.windows
-    monkeypatch.setattr(Encoder, "windows", texts)
+    on_encoding(lambda texts: encoded.extend(text[0] for text in texts))
     monkeypatch.setattr(engine, "PART_CHARACTERS", INLINE_CHARACTERS)
     asked = [
-        asyncio.create_task(
-            tiny.answer(Embedding(inputs=[name * INLINE_CHARACTERS] * 50, **EMBED), ticket())
-        )
+        asyncio.create_task(tiny.answer(embed([name * INLINE_CHARACTERS] * 50), ticket()))
         for name in "abcd"
     ]
     while encoded.count("a") < 3:
@@ -693,11 +670,11 @@ async def test_texts_that_are_too_long_have_no_result(
     task: Callable[..., EngineTask[Any]], in_lines: bool, tiny: Engine
 ) -> None:
     """The others are answered as if they were not there, and counted alone."""
-    good = await tiny.answer(task(inputs=SHORT, truncate=False), ticket())
+    good = await tiny.answer(task(SHORT, truncate=False), ticket())
     texts = [LONG, SHORT[0], SHORT[1], LONG, LONG, SHORT[2], LONG]
     told: list[tuple[int, Any]] = []
     on_result = (lambda index, result: told.append((index, result))) if in_lines else None
-    reply = await tiny.answer(task(inputs=texts, truncate=False), sparing(), on_result=on_result)
+    reply = await tiny.answer(task(texts, truncate=False), sparing(), on_result=on_result)
     assert [0, 3, 4, 6] == [index for index, result in enumerate(reply.results) if result is None]
     assert all(map(alike, good.results, [reply.results[index] for index in (1, 2, 5)]))
     assert [0, 3, 4, 6] == sorted(reply.errors)
@@ -711,7 +688,7 @@ async def test_texts_that_are_too_long_have_no_result(
 @each_task
 async def test_nothing_but_bad_texts(task: Callable[..., EngineTask[Any]], tiny: Engine) -> None:
     """Without a good text, no batch runs, and the request succeeds."""
-    reply = await tiny.answer(task(inputs=[LONG] * 2, truncate=False), sparing())
+    reply = await tiny.answer(task([LONG] * 2, truncate=False), sparing())
     assert [None, None] == reply.results
     assert (0, 0, []) == (reply.usage.tokens, reply.usage.windows, reply.usage.truncated)
     assert (0, 0) == (reply.timing.batch_size, reply.timing.inference_s)
@@ -723,10 +700,10 @@ async def test_a_bad_text_in_a_large_request_shifts_no_other(
     """Inputs are encoded part by part: each keeps its index, and each part its good ones."""
     monkeypatch.setattr(engine, "PART_CHARACTERS", 60)
     texts = [samples.text(4, seed=seed) for seed in range(30)]
-    expected = (await tiny.answer(Embedding(inputs=texts, **EMBED), ticket())).results
+    expected = (await tiny.answer(embed(texts), ticket())).results
     for index in (0, 7, 8, 29):
         texts[index] = LONG
-    reply = await tiny.answer(Embedding(inputs=texts, **{**EMBED, "truncate": False}), sparing())
+    reply = await tiny.answer(embed(texts, truncate=False), sparing())
     assert [0, 7, 8, 29] == sorted(reply.errors)
     for index, vector in enumerate(reply.results):
         assert (vector is None) is (index in reply.errors)
@@ -736,23 +713,11 @@ async def test_a_bad_text_in_a_large_request_shifts_no_other(
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 async def test_one_failed_entry_fails_the_request(streamed: bool, tiny_bundle: Path) -> None:
     """Unless errors are isolated, the first entry that fails fails the request, and no later result is reported."""
-    error = InferenceFailed("no number")
-
-    async def submit(
-        entries: Sequence[Entry], on_outcome: OnOutcome | None = None
-    ) -> list[EntryOutcome]:
-        outcomes: list[EntryOutcome] = [*map(zeros, entries)]
-        outcomes[1] = error
-        for entry, outcome in zip(entries, outcomes, strict=True):
-            if on_outcome is not None:
-                on_outcome(entry, outcome)
-        return outcomes
-
     reported: list[int] = []
     on_result = (lambda index, _: reported.append(index)) if streamed else None
-    engine = engine_of(tiny_bundle, device(submit))
+    engine = engine_of(tiny_bundle, device(submit({1: InferenceFailed("no number")})))
     with pytest.raises(InferenceFailed, match="no number"):
-        await engine.answer(Embedding(inputs=SHORT[:3], **EMBED), ticket(), on_result=on_result)
+        await engine.answer(embed(SHORT[:3]), ticket(), on_result=on_result)
     assert ([0] if streamed else []) == reported
 
 
@@ -762,22 +727,12 @@ async def test_a_window_that_fails_takes_its_text_along_and_no_other(
 ) -> None:
     """A text with a failed window fails once, with every outcome of its other windows."""
     failure = InferenceFailed("no number")
-
-    async def submit(
-        entries: Sequence[Entry], on_outcome: OnOutcome | None = None
-    ) -> list[EntryOutcome]:
-        outcomes: list[EntryOutcome] = [*map(zeros, entries)]
-        outcomes[1] = outcomes[2] = failure  # of the second text, which has several windows
-        for entry, outcome in zip(entries, outcomes, strict=True):
-            if on_outcome is not None:
-                on_outcome(entry, outcome)
-        return outcomes
-
-    tiny = engine_of(tiny_bundle, device(submit))
+    # of the second text, which has several windows
+    tiny = engine_of(tiny_bundle, device(submit({1: failure, 2: failure})))
     told: list[tuple[int, Any]] = []
     on_result = (lambda index, result: told.append((index, result))) if in_lines else None
-    texts, options = [SHORT[0], LONG, SHORT[1]], {**EMBED, "truncate": "window"}
-    reply = await tiny.answer(Embedding(inputs=texts, **options), sparing(), on_result=on_result)
+    work = embed([SHORT[0], LONG, SHORT[1]], truncate="window")
+    reply = await tiny.answer(work, sparing(), on_result=on_result)
     assert [False, True, False] == [result is None for result in reply.results]
     assert {1: failure} == reply.errors
     if in_lines:
