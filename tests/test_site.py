@@ -57,7 +57,6 @@ def test_site_loads_nothing_from_another_host(site):
 
 
 @pytest.mark.e2e
-@pytest.mark.slow
 def test_search_works_from_disk(site):
     """A browser without network finds a page by its words, and asks no other host."""
     if not CHROMIUM.exists():

@@ -99,7 +99,6 @@ def embedding(reply: Reply) -> np.ndarray[Any, np.dtype[np.float32]]:
     return np.frombuffer(base64.b64decode(reply.json()["embeddings"][0]), dtype="<f4")
 
 
-@pytest.mark.slow
 @pytest.mark.promise("A hostile request is refused in the usual shape, and does not affect others.")
 def test_a_thousand_hostile_bodies(tiny: Server) -> None:
     """Each is refused in the one shape, or answered if there is nothing wrong with it; a good one is always answered.
@@ -223,7 +222,6 @@ def slowest_half(server: Server, size: int, connections: int) -> float:
     return float(np.median(lasted))
 
 
-@pytest.mark.slow
 @pytest.mark.promise("A client that sends its body in small chunks slows down itself, not others.")
 def test_small_chunks_slow_down_their_sender(tiny_bundle: Path) -> None:
     """Next to one-byte chunks, others wait about as long as next to large chunks; it had been seconds."""
@@ -236,7 +234,6 @@ FLOOD = 1500
 LINES_PER_S = 10
 
 
-@pytest.mark.slow
 @pytest.mark.promise("Refused requests cannot fill the log.")
 def test_a_flood_of_refusals_has_few_log_lines(tiny_bundle: Path) -> None:
     """Of thousands of requests without a key, the log has ten lines a second, which count the others."""
@@ -338,7 +335,6 @@ READERS_AT_ONCE = 100  # responses of the last second come on top of the limit
 UNREAD_MB = 160.0  # `UNREAD_BYTES`, what the connections themselves take, and pages that are younger than a second
 
 
-@pytest.mark.slow
 @pytest.mark.promise("Responses that clients do not read cannot fill the memory.")
 def test_unread_responses_take_little_memory(tiny_bundle: Path) -> None:
     """Of clients that read nothing, some are closed at once; one that reads has its page."""

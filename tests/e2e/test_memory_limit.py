@@ -1,5 +1,6 @@
 """A service whose cgroup has too little memory, in a real cgroup."""
 
+import itertools
 import json
 import os
 import shutil
@@ -42,11 +43,8 @@ def cgroup() -> Iterator[Path]:
     pytest.skip("no cgroup with a memory limit can be made here")
 
 
-@pytest.mark.timeout(300)
-def test_a_service_without_memory_says_so_and_ends(
-    mini_bundle: Path, cgroup: Path, tmp_path: Path
-) -> None:
-    """Each kill is reported with limit and peak, and after ten failed starts in a row the status is 4.
+def test_a_service_without_memory_says_so(mini_bundle: Path, cgroup: Path, tmp_path: Path) -> None:
+    """Each kill of its inference process, which is started again, is reported with limit and peak.
 
     The bundle does not state its memory: the service refuses to start one that does.
     """
@@ -57,16 +55,11 @@ def test_a_service_without_memory_says_so_and_ends(
     (silent / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
     enter = ["sh", "-c", f'echo $$ > {cgroup}/cgroup.procs; exec "$@"', "sh"]
     process = start(silent, "--port", "0", "--http-workers", "1", under=enter)
-    try:
-        _, printed = process.communicate(timeout=240)
-    finally:
-        process.kill()
-        process.wait()
-    lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
-    ended = [line for line in lines if line["event"] == "the inference process ended"]
-    assert 10 == len(ended)
-    for line in ended:
-        assert line["problem"].startswith(f"out of memory: limit {LIMIT_MIB} MiB, peak ")
-        assert "status" not in line
-    assert "could not be started 10 times in a row" in lines[-1]["problem"]
-    assert 4 == process.returncode
+    assert process.stderr is not None
+    with process, process.stderr as log:
+        ended = (json.loads(line) for line in log if "the inference process ended" in line)
+        for line in itertools.islice(ended, 2):
+            assert line["problem"].startswith(f"out of memory: limit {LIMIT_MIB} MiB, peak ")
+            assert "status" not in line
+        process.terminate()
+        assert 0 == process.wait(60)

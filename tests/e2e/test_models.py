@@ -131,7 +131,6 @@ def hammering(at: Desk, clients: int = 3) -> Iterator[list[Client]]:
             thread.join(60)
 
 
-@pytest.mark.slow
 @pytest.mark.promise(
     "No request fails because of a swap, and the response names the one version that computed the request."
 )
@@ -191,7 +190,6 @@ class Held:
         return cls(sum(map(int, private)) / 1024, threads, files)
 
 
-@pytest.mark.slow
 @pytest.mark.promise("Memory after fifty swaps equals memory before.")
 @pytest.mark.parametrize("workers", [1, 0])
 def test_swaps_take_no_memory(tiny_bundle: Path, tmp_path: Path, workers: int) -> None:

@@ -22,11 +22,7 @@ from tests.e2e.test_processes import alive
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 WORKERS = pytest.mark.parametrize("workers", ["0", "2"])
-STOPS = [
-    signal.SIGTERM,
-    pytest.param(signal.SIGINT, marks=pytest.mark.slow),
-    pytest.param(signal.SIGQUIT, marks=pytest.mark.slow),
-]
+
 # Each Python process of a service with this in its path does this in place of opening a session.
 HOOK = """
 import builtins, ctypes, os, sys
@@ -82,10 +78,15 @@ def pids(server: Server) -> list[int]:
     return [pid for found in children(server).values() for pid in found]
 
 
-@pytest.mark.parametrize("number", STOPS)
 @pytest.mark.parametrize(
-    ("workers", "action"),
-    [("0", IN_C), ("2", IN_C), pytest.param("2", CRASH, marks=pytest.mark.slow)],
+    ("workers", "action", "number"),
+    [
+        ("0", IN_C, signal.SIGTERM),
+        ("0", IN_C, signal.SIGINT),
+        ("2", IN_C, signal.SIGINT),
+        ("2", IN_C, signal.SIGQUIT),
+        ("2", CRASH, signal.SIGTERM),
+    ],
 )
 def test_a_stop_during_the_start_ends_at_once(
     tiny_bundle: Path,
@@ -109,9 +110,15 @@ def test_a_stop_during_the_start_ends_at_once(
 
 
 @WORKERS
-def test_user_signals_are_ignored(tiny_bundle: Path, workers: str) -> None:
-    """SIGUSR1, SIGUSR2 and, without keys, SIGHUP change nothing in any process."""
-    with serving(tiny_bundle, "--http-workers", workers) as server:
+def test_user_signals_are_ignored_and_sigquit_drains(tiny_bundle: Path, workers: str) -> None:
+    """SIGUSR1, SIGUSR2 and, without keys, SIGHUP change nothing in any process; SIGQUIT is what SIGTERM is.
+
+    After the delay, what was accepted is answered, and the status is 0. The log names the process that takes signals.
+    """
+    options = ["--http-workers", workers, "--drain-delay-s", "0.5"]
+    with serving(tiny_bundle, *options) as server, half_sent(server) as client:
+        line = next(json.loads(line) for line in server.log if '"event":"serving"' in line)
+        assert server.process.pid == line["pid"]
         before = pids(server)
         for pid in [server.process.pid, *before]:
             for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
@@ -119,25 +126,15 @@ def test_user_signals_are_ignored(tiny_bundle: Path, workers: str) -> None:
         time.sleep(0.5)
         assert server.process.poll() is None
         assert before == pids(server)
-        assert server.answer("/embed", {"inputs": "Ada drew a comet."})
         assert 200 == readiness(server)
-
-
-@WORKERS
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT])
-def test_a_stop_drains(tiny_bundle: Path, workers: str, number: signal.Signals) -> None:
-    """SIGQUIT is what SIGTERM is: after the delay, what was accepted is answered, and the status is 0."""
-    options = ["--http-workers", workers, "--drain-delay-s", "0.5"]
-    with serving(tiny_bundle, *options) as server, half_sent(server) as client:
-        left = pids(server)
-        server.process.send_signal(number)
+        server.process.send_signal(signal.SIGQUIT)
         until(lambda: readiness(server) == 503)
         until(lambda: any('"draining"' in line for line in server.log))
         client.sendall(body_of(CALLS[0])[HALF:])
         with client.makefile("rb") as wire:
             assert wire.readline().startswith(b"HTTP/1.1 200 ")
         assert 0 == server.process.wait(30)
-        until(lambda: not any(alive(pid) for pid in left))
+        until(lambda: not any(alive(pid) for pid in before))
 
 
 @WORKERS
@@ -207,14 +204,6 @@ ADOPT = (  # PR_SET_CHILD_SUBREAPER
 ORPHAN = '(sleep 0.2 & echo "orphan $!" >&2) ; exec "$@"'  # its parent ends before it does
 
 
-@pytest.mark.slow
-@WORKERS
-def test_the_log_names_the_process_that_takes_signals(tiny_bundle: Path, workers: str) -> None:
-    with serving(tiny_bundle, "--http-workers", workers) as server:
-        line = next(json.loads(line) for line in server.log if '"event":"serving"' in line)
-        assert server.process.pid == line["pid"]
-
-
 @WORKERS
 def test_orphans_are_reaped(tiny_bundle: Path, workers: str) -> None:
     """A process that adopts orphans, as process 1 does, collects those that end, and none of its own is lost."""
@@ -232,7 +221,11 @@ def test_orphans_are_reaped(tiny_bundle: Path, workers: str) -> None:
             assert '"status": -9' in status or '"status":-9' in status
 
 
-@pytest.mark.slow
+def ps_of_children(pid: int, column: str) -> list[str]:
+    command = ["ps", "-o", f"{column}=", "--ppid", str(pid)]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+
+
 @WORKERS
 def test_as_process_1_it_stops_and_reaps(tiny_bundle: Path, workers: str) -> None:
     """In a PID namespace of its own, SIGTERM drains, and an orphan leaves no zombie."""
@@ -241,25 +234,9 @@ def test_as_process_1_it_stops_and_reaps(tiny_bundle: Path, workers: str) -> Non
         pytest.skip("no PID namespace can be made here")
     command = [*apart, "sh", "-c", ORPHAN, "sh"]
     with serving(tiny_bundle, "--http-workers", workers, under=command) as server:
-        shell = subprocess.run(
-            ["ps", "-o", "pid=", "--ppid", str(server.process.pid)],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        first = int(shell.stdout)  # process 1 of the namespace
-
-        def zombies() -> list[str]:
-            found = subprocess.run(
-                ["ps", "-o", "stat=", "--ppid", str(first)],
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            return [line for line in found.stdout.split() if line.startswith("Z")]
-
+        first = int(ps_of_children(server.process.pid, "pid")[0])  # process 1 of the namespace
         time.sleep(0.5)
-        until(lambda: not zombies(), 30)
+        until(lambda: not any(stat.startswith("Z") for stat in ps_of_children(first, "stat")), 30)
         os.kill(first, signal.SIGTERM)
         assert 0 == server.process.wait(30)
 

@@ -113,7 +113,6 @@ def holders(path: Path) -> list[Path]:
 
 
 @pytest.mark.e2e
-@pytest.mark.slow
 @pytest.mark.promise(
     "The service connects to no other machine on its own, and writes nothing to the home directory."
 )
@@ -129,7 +128,6 @@ def test_service(workers, mini_bundle, calls, environment):
     assert [] == written(environment)
 
 
-@pytest.mark.slow
 def test_export(tiny_checkpoint, tmp_path, calls, environment):
     """An export of a local checkpoint connects to nothing and leaves the home directory as it was."""
     arguments = [str(tiny_checkpoint), str(tmp_path / "bundle"), "--precision", "fp32"]

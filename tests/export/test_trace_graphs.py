@@ -244,7 +244,6 @@ def test_rotations_far_from_the_beginning() -> None:
     np.testing.assert_array_equal(found.squeeze(), expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["packed", "portable"])
 def test_minilm(layout: str, minilm_folder: Path, minilm_bundle: Path) -> None:
     """The real MiniLM's graphs, as they lie in its bundle, agree with PyTorch."""

@@ -16,7 +16,7 @@ from tests.e2e.conftest import Server, serving
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-FIRST, *OTHERS = ("bert", "roberta", "xlm-roberta")  # one of each kind of tokenizer
+FAMILIES = ("bert", "roberta", "xlm-roberta")  # one of each kind of tokenizer
 
 
 class Inputs(NamedTuple):
@@ -39,16 +39,18 @@ def real() -> Inputs:
     return Inputs(texts.singles(10), texts.pairs(6), texts.questions(8))
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(made_up, id="made up"),
-        pytest.param(real, id="real", marks=pytest.mark.slow),
-    ],
-)
+@pytest.fixture(scope="module")
 def inputs(request: pytest.FixtureRequest) -> Inputs:
     source: Callable[[], Inputs] = request.param
     return source()
+
+
+each_case = pytest.mark.parametrize(
+    ("family", "inputs"),
+    [*((family, made_up) for family in FAMILIES), (FAMILIES[0], real)],
+    ids=[*FAMILIES, "real texts"],
+    indirect=["inputs"],
+)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +58,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """A model of every family that this run tests, as transformers reads it and as a bundle."""
     transformers.logging.disable_progress_bar()
     root = tmp_path_factory.mktemp("compat")
-    for family in sorted(chosen(request, "family") | {FIRST}):
+    for family in sorted(chosen(request, "family") | {FAMILIES[0]}):
         own = checkpoints.at_random(
             family, samples.corpus(), root / family, vocab_size=600, no_entity=0
         )
@@ -69,11 +71,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def server(folder: Path) -> Iterator[Server]:
     with serving(*(folder / "bundles").iterdir()) as running:
         yield running
-
-
-@pytest.fixture(params=[FIRST, *(pytest.param(f, marks=pytest.mark.slow) for f in OTHERS)])
-def family(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 @pytest.fixture
@@ -100,6 +97,7 @@ def differences(tallies: Iterator[Tally]) -> dict[str, set[str]]:
     return {tally.what: {name for names in tally.texts for name in names} for tally in found}
 
 
+@each_case
 def test_classify(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
     """One label, several, a number, pairs and each function: there is no difference, also where a text is cut."""
     found = compare.classify(ask, folder / family, inputs.texts, inputs.pairs, MAX_LENGTH)
@@ -107,6 +105,7 @@ def test_classify(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
     assert set() == set().union(*differences(found).values())
 
 
+@each_case
 def test_zero_shot(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
     """There is no difference, also where a text is cut."""
     found = compare.zero_shot(ask, folder / family, inputs.texts, MAX_LENGTH)
@@ -114,6 +113,7 @@ def test_zero_shot(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
     assert set() == set().union(*differences(found).values())
 
 
+@each_case
 def test_rerank(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
     """Documents come in the same order, with the same scores."""
     found = compare.rerank(ask, folder / family, inputs.pairs, MAX_LENGTH)
@@ -121,6 +121,7 @@ def test_rerank(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
     assert set() == set().union(*differences(found).values())
 
 
+@each_case
 def test_vectors(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
     """Vectors of texts and of tokens, and weights of tokens, equal sentence-transformers' values."""
     found = differences(compare.vectors(ask, folder / family, inputs.texts, MAX_LENGTH))
@@ -129,6 +130,7 @@ def test_vectors(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
     assert set() == set().union(*found.values())
 
 
+@each_case
 def test_fill_mask(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
     """The tokens and their probabilities are the pipeline's."""
     found = compare.fill_mask(ask, folder / family, inputs.texts, MAX_LENGTH)
@@ -136,6 +138,7 @@ def test_fill_mask(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
     assert set() == set().union(*differences(found).values())
 
 
+@each_case
 def test_ner(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
     """Tokens are the same everywhere; words may be others, and long texts are read in another way."""
     found = differences(compare.ner(ask, folder / family, inputs.texts, MAX_LENGTH))
@@ -146,6 +149,7 @@ def test_ner(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
     assert pipelines.CONTEXT not in found["/ner max"]
 
 
+@each_case
 def test_qa(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
     """Within a window only the edges of words and characters make a difference."""
     found = differences(compare.qa(ask, folder / family, inputs.questions, MAX_LENGTH))

@@ -126,7 +126,6 @@ def test_prompts(small: Served) -> None:
     check_prompts(small, "pooled")
 
 
-@pytest.mark.slow
 def test_prompts_of_minilm(minilm: Served) -> None:
     """Of real weights, and of texts that are longer than a window."""
     check_prompts(minilm, "minilm")
@@ -159,7 +158,6 @@ def test_bits(small: Served, dtype: Any) -> None:
         assert clear.any()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
 @pytest.mark.parametrize("dimensions", [384, 64])
 def test_levels_of_minilm(minilm: Served, dtype: Any, dimensions: int) -> None:
@@ -187,7 +185,6 @@ def test_levels_of_minilm(minilm: Served, dtype: Any, dimensions: int) -> None:
     assert (difference > 0).mean() < 0.01
 
 
-@pytest.mark.slow
 def test_refused_by_minilm(minilm: Served) -> None:
     """Unknown prompts and untrained dimensions are refused with the choices."""
     for options, message in (
@@ -199,7 +196,6 @@ def test_refused_by_minilm(minilm: Served) -> None:
         assert message in reply.json()["error"]["message"]
 
 
-@pytest.mark.slow
 def test_description_of_minilm(minilm: Served) -> None:
     """`GET /models` shows what requests may ask for, and not the ranges."""
     (model,) = minilm.server.get("/models").json()["models"]

@@ -1,6 +1,6 @@
 """Bi-encoders and cross-encoders that sentence-transformers wrote are exported and served with its answers."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,6 @@ TEXTS = [samples.text(words, seed=words) for words in (1, 3, 9, 20, 50, 200)]
 PAIRS = [*zip(TEXTS, reversed(TEXTS), strict=True), (TEXTS[-1], TEXTS[-1])]
 BI = ("roberta", "distilbert", "mpnet", "modernbert", "nomic_bert")
 CROSS = {"bert": torch.nn.Sigmoid(), "modernbert": torch.nn.Identity()}
-SOON = ("distilbert", "bert")  # the others are slow
 
 
 @dataclass(frozen=True)
@@ -54,11 +53,7 @@ def served(
         yield Served(server, bi, cross)
 
 
-def soon_or_slow(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(n, marks=() if n in SOON else pytest.mark.slow) for n in names]
-
-
-@pytest.mark.parametrize("bi", soon_or_slow(BI))
+@pytest.mark.parametrize("bi", BI)
 def test_vectors_are_those_of_encode(served: Served, bi: str) -> None:
     """Of texts of every length, longer ones than are read, too."""
     found = served.server.answer("/embed", {"inputs": TEXTS, "model": f"bi-{bi}"})
@@ -67,7 +62,7 @@ def test_vectors_are_those_of_encode(served: Served, bi: str) -> None:
     assert np.abs(expected[0] - expected[1]).max() > 1e-2
 
 
-@pytest.mark.parametrize("cross", soon_or_slow(CROSS))
+@pytest.mark.parametrize("cross", CROSS)
 def test_scores_are_those_of_predict(served: Served, cross: str) -> None:
     """One label for each pair, with the score that its activation makes of it."""
     firsts, seconds = ([*side] for side in zip(*PAIRS, strict=True))

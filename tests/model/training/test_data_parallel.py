@@ -1,13 +1,10 @@
 """Several processes train as one does: with the same losses, and when one is lost the run can go on."""
 
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,46 +12,40 @@ import pytest
 import torch
 
 from model import pretrain
+from tests.model.helpers import SIGNALED
+from tests.model.test_pretrain import last, options, run
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(pretrain.__file__).parents[1]
-Start = Callable[..., "subprocess.Popen[str]"]
-SIGNALLED_STEPS = 200  # some seconds: a run must not end before the test sees its first save
+STEPS = 6
 
 
-@pytest.fixture
-def start(tmp_path: Path, corpus_file: Path, tokenizer_file: Path) -> Start:
-    """Starts a run of this many processes with the settings of a few small steps, and with the given ones."""
-
-    def started(output: str, processes: int, **other: Any) -> "subprocess.Popen[str]":
-        settings = {
-            "output": str(tmp_path / output),
-            "corpus": json.dumps([str(corpus_file)]),
-            "tokenizer": str(tokenizer_file),
-            "cache": str(tmp_path / "cache"),
-            "preset": "tiny",
-            "max_position_embeddings": "32",
-            "phases": "[[0.5, 16], [0.5, 32]]",
-            "batch_tokens": "160",
-            "steps": "6",
-            "save_every": "2",
-            "dropout": "0.0",
-            "precision": "fp32",
-            **{name: str(value) for name, value in other.items()},
-        }
-        flat = [p for k, v in settings.items() for p in (f"--{k.replace('_', '-')}", v)]
-        return launch(processes, "-m", "model.pretrain", *flat)
-
-    return started
+@pytest.fixture(scope="module")
+def settings(
+    tmp_path_factory: pytest.TempPathFactory, corpus_file: Path, tokenizer_file: Path
+) -> dict[str, Any]:
+    """Settings of a few small steps."""
+    return {
+        "corpus": [str(corpus_file)],
+        "tokenizer": str(tokenizer_file),
+        "cache": str(tmp_path_factory.mktemp("cache")),
+        "preset": "tiny",
+        "max_position_embeddings": 32,
+        "phases": [[0.5, 16], [0.5, 32]],
+        "batch_tokens": 160,
+        "steps": STEPS,
+        "save_every": 2,
+        "dropout": 0.0,
+        "precision": "fp32",
+    }
 
 
-def launch(processes: int, *program: str) -> "subprocess.Popen[str]":
-    """Run Python in this many processes: with torchrun if there are several."""
+def start(*program: str) -> "subprocess.Popen[str]":
+    """Run a Python program in two processes."""
     endpoint = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--nnodes=1"]
-    torchrun = ["-m", "torch.distributed.run", *endpoint, f"--nproc-per-node={processes}"]
     return subprocess.Popen(
-        [sys.executable, *(torchrun if processes > 1 else []), *program],
+        [sys.executable, "-m", "torch.distributed.run", *endpoint, "--nproc-per-node=2", *program],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
@@ -69,36 +60,44 @@ def finish(process: "subprocess.Popen[str]", code: int = 0) -> str:
     return said
 
 
-def last(output: Path) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(output / "last.pt", weights_only=True)
-    return state
-
-
 def losses(output: Path) -> list[float]:
     return [loss for _, loss in last(output)["history"]]
 
 
-@pytest.mark.parametrize("family", ["bert", "electra"])
-def test_two_are_as_one(start: Start, tmp_path: Path, family: str) -> None:
-    """Two processes have the losses of one with the same batches, uneven shares and all; so has one with small bites.
+@pytest.fixture(scope="module")
+def alone(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of a run in one process."""
+    output = tmp_path_factory.mktemp("alone") / "run"
+    run(output, settings)
+    return output
 
-    But for ELECTRA, whose replaced tokens each process draws for itself.
-    """
-    finish(start("alone", 1, family=family))
-    said = finish(start("both", 2, family=family))
 
-    alone, both = losses(tmp_path / "alone"), losses(tmp_path / "both")
-    assert len(both) == 6
-    assert said.count("step 6 of 6: held-out text: MLM loss") == 1
+@pytest.fixture(scope="module")
+def both(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of a run in two processes, and `said.txt` with what they printed."""
+    output = tmp_path_factory.mktemp("both") / "run"
+    said = finish(start("-m", "model.pretrain", *options(output, settings)))
+    (output / "said.txt").write_text(said)
+    return output
+
+
+def test_two_are_as_one(alone: Path, both: Path) -> None:
+    """Two processes have the losses of one with the same batches, uneven shares and all."""
+    assert len(losses(both)) == STEPS
+    said = (both / "said.txt").read_text()
+    assert said.count(f"step {STEPS} of {STEPS}: held-out text: MLM loss") == 1
     assert "2 x cpu" in said
-    if family == "electra":
-        assert both == pytest.approx(alone, rel=0.02)
-        return
-    assert both == pytest.approx(alone, rel=2e-5)
-    for name, tensor in last(tmp_path / "alone")["model"].items():
-        torch.testing.assert_close(
-            last(tmp_path / "both")["model"][name], tensor, rtol=0, atol=2e-4
-        )
+    assert losses(both) == pytest.approx(losses(alone), rel=2e-5)
+    for name, tensor in last(alone)["model"].items():
+        torch.testing.assert_close(last(both)["model"][name], tensor, rtol=0, atol=2e-4)
+
+
+def test_two_of_electra(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Each process draws the replaced tokens for itself, so that the losses are nearly those of one."""
+    own = {**settings, "family": "electra"}
+    run(tmp_path / "alone", own)
+    finish(start("-m", "model.pretrain", *options(tmp_path / "both", own)))
+    assert losses(tmp_path / "both") == pytest.approx(losses(tmp_path / "alone"), rel=0.02)
 
 
 MEET = """
@@ -124,69 +123,41 @@ def test_nothing_is_left_of_a_meeting(tmp_path: Path) -> None:
     """Gradients are added up, and the threads that did it are gone: one that outlives Python may abort it."""
     script = tmp_path / "meet.py"
     script.write_text(MEET)
-    said = finish(launch(2, str(script)))
-    assert said.count("[[2.0, 1.0]] None True True.") == 2
+    assert finish(start(str(script))).count("[[2.0, 1.0]] None True True.") == 2
 
 
-def test_small_bites(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("bite", [48, 1])  # and never less than a sample
+def test_small_bites(settings: dict[str, Any], alone: Path, tmp_path: Path, bite: int) -> None:
     """A step's gradients can be summed from parts: the losses equal the losses of the whole."""
-    for bite in (0, 48, 1):  # and never less than a sample
-        finish(start(str(bite), 1, micro_batch_tokens=bite))
-
-    whole = losses(tmp_path / "0")
-    assert losses(tmp_path / "48") == pytest.approx(whole, rel=2e-5)
-    assert losses(tmp_path / "1") == pytest.approx(whole, rel=2e-5)
+    run(tmp_path / "parts", {**settings, "micro_batch_tokens": bite})
+    assert losses(tmp_path / "parts") == pytest.approx(losses(alone), rel=2e-5)
 
 
-def test_one_is_lost(start: Start, tmp_path: Path) -> None:
-    """A killed process ends the run with an error; the same command resumes it with the same losses."""
-    finish(start("whole", 2, steps=SIGNALLED_STEPS))
+def test_one_is_killed_and_one_is_signaled(
+    settings: dict[str, Any], both: Path, tmp_path: Path
+) -> None:
+    """A killed process ends the run with an error; a signal to one stops both after the same step, which is saved.
 
-    run = start("parts", 2, steps=SIGNALLED_STEPS, save_every=1)
-    while not (tmp_path / "parts" / "last.pt").is_file():
-        assert run.poll() is None
-        time.sleep(0.05)
-    victim = sorted(workers(run.pid))[-1]
-    os.kill(victim, signal.SIGKILL)
-    said = finish(run, code=1)
-    done = last(tmp_path / "parts")["step"]
-    assert 0 < done < SIGNALLED_STEPS
-    assert re.search(r"exitcode *: *-9", said)
+    Each time the same command resumes the run, which ends with the losses of an uninterrupted one.
+    """
+    parts, script = tmp_path / "parts", tmp_path / "signaled.py"
+    script.write_text(SIGNALED)
 
-    assert f"resuming {tmp_path / 'parts'} at step" in finish(
-        start("parts", 2, steps=SIGNALLED_STEPS)
-    )
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    def resume(step: int, number: int, code: int) -> str:
+        given = ["model.pretrain", str(step), str(number), *options(parts, settings)]
+        return finish(start(str(script), *given), code)
 
-
-def test_one_is_signaled(start: Start, tmp_path: Path) -> None:
-    """A signal to one process stops all after the same step, which is saved; the run continues with the same losses."""
-    finish(start("whole", 2, steps=SIGNALLED_STEPS))
-
-    run = start("parts", 2, steps=SIGNALLED_STEPS, save_every=1)
-    while not (tmp_path / "parts" / "last.pt").is_file():
-        assert run.poll() is None
-        time.sleep(0.05)
-    os.kill(sorted(workers(run.pid))[-1], signal.SIGTERM)
-    said = finish(run, code=1)
-    done = last(tmp_path / "parts")["step"]
-    assert 0 < done < SIGNALLED_STEPS
-    assert f"SIGTERM: stopped after step {done} of {SIGNALLED_STEPS}" in said
-
-    assert f"resuming {tmp_path / 'parts'} at step {done}" in finish(
-        start("parts", 2, steps=SIGNALLED_STEPS)
-    )
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert re.search(r"exitcode *: *-9", resume(3, signal.SIGKILL, 1))
+    said = resume(4, signal.SIGTERM, 1)
+    assert f"resuming {parts} at step 2" in said
+    (done,) = re.findall(rf"SIGTERM: stopped after step (\d) of {STEPS}", said)
+    assert int(done) < STEPS
+    assert f"resuming {parts} at step {done}" in resume(0, 0, 0)
+    assert losses(parts) == losses(both)
 
 
-def workers(parent: int) -> list[int]:
-    """The processes that a process has started."""
-    found = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    return [int(pid) for pid in found]
-
-
-def test_too_many(start: Start) -> None:
+def test_too_many(settings: dict[str, Any], tmp_path: Path) -> None:
     """Steps with fewer samples than there are processes are refused."""
-    said = finish(start("run", 2, batch_tokens=16, phases="[[1, 16]]"), code=1)
-
+    few = {**settings, "batch_tokens": 16, "phases": [[1, 16]]}
+    said = finish(start("-m", "model.pretrain", *options(tmp_path / "run", few)), 1)
     assert "2 processes cannot share steps of 1 samples" in said
