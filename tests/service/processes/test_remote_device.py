@@ -155,10 +155,16 @@ class Pair:
         await self.link()
         await until(lambda: self.remote.load().ready)
 
-    def lose(self) -> None:
-        """The inference process is gone."""
+    async def lose(self) -> None:
+        """End the inference process, and wait until the HTTP process knows."""
         for peer in self.peers._peers:
             peer.close()
+        await until(lambda: not self.remote.connected)
+
+    async def answer_again(self) -> None:
+        """Connect a device that holds no request any more."""
+        self.device.hold = None
+        await self.connect()
 
 
 @asynccontextmanager
@@ -325,8 +331,7 @@ async def under_way(
 async def test_requests_without_a_device_fail_with_replica_lost() -> None:
     """Entries and pages are refused, readiness is false, and the next device answers."""
     async with pair() as both:
-        both.lose()
-        await until(lambda: not both.remote.load().ready)
+        await both.lose()
         assert both.remote.alive()
         assert not both.broken.is_set()  # the main process connects the next one
         with pytest.raises(errors.ReplicaLost, match="being started"):
@@ -353,11 +358,9 @@ async def test_requests_of_a_lost_device_go_to_the_next_one() -> None:
     """Clients only see a longer response time; in the second attempt, each entry has a batch of its own."""
     entries = [text(1), text(2, 3)]
     async with pair() as both, under_way(both, *entries) as request:
-        both.lose()
-        await until(lambda: not both.remote.load().ready)
+        await both.lose()
         assert not request.done()
-        both.device.hold = None
-        await both.connect()
+        await both.answer_again()
         got = await asyncio.wait_for(request, 30)
         first, again = both.device.seen[:2], both.device.seen[2:]
     for entry, outcome in zip(entries, got, strict=True):
@@ -375,10 +378,8 @@ async def test_a_reported_result_is_not_requested_again() -> None:
 
     async with pair() as both, under_way(both, *entries, on_outcome=on_outcome) as request:
         await until(lambda: bool(received))
-        both.lose()
-        await until(lambda: not both.remote.load().ready)
-        both.device.hold = None
-        await both.connect()
+        await both.lose()
+        await both.answer_again()
         await asyncio.wait_for(request, 30)
         again = both.device.seen[3:]
     assert entries == received
@@ -388,10 +389,10 @@ async def test_a_reported_result_is_not_requested_again() -> None:
 async def test_a_request_that_is_lost_twice_fails() -> None:
     """There is no third attempt."""
     async with pair() as both, under_way(both, text(1)) as request:
-        both.lose()
+        await both.lose()
         await both.connect()
         await until(lambda: len(both.device.seen) == 2)
-        both.lose()
+        await both.lose()
         with pytest.raises(errors.ReplicaLost, match="lost twice"):
             await request
 
@@ -400,16 +401,15 @@ async def test_requests_are_sent_again_one_at_a_time() -> None:
     """An entry that kills the device again fails alone: the other requests get their second attempt next."""
     large, small = [text(1), text(2)], text(3)
     async with pair() as both, under_way(both, *large) as first, under_way(both, small) as second:
-        both.lose()
+        await both.lose()
         await both.connect()
         await until(lambda: len(both.device.seen) == 4)
         await asyncio.sleep(0.05)
         assert [3] == [int(entry.window.input_ids[0]) for entry in both.device.seen[3:]]
-        both.lose()
+        await both.lose()
         with pytest.raises(errors.ReplicaLost, match="lost twice"):
             await second
-        both.device.hold = None
-        await both.connect()
+        await both.answer_again()
         assert 2 == len(await asyncio.wait_for(first, 30))
 
 
@@ -417,16 +417,16 @@ async def test_an_entry_next_to_a_canceled_one_has_a_second_attempt() -> None:
     """A remaining entry may still be computed and kill the process; then its second attempt counts."""
     poison, large = text(1), [text(2), text(3)]
     async with pair() as both, under_way(both, poison) as gone, under_way(both, *large) as request:
-        both.lose()
+        await both.lose()
         await both.connect()
         await until(lambda: len(both.device.seen) == 4)
         gone.cancel()
         await until(lambda: len(both.device.seen) == 6)
-        both.lose()
+        await both.lose()
         await both.connect()
         await until(lambda: len(both.device.seen) == 8)
         assert not request.done()
-        both.lose()
+        await both.lose()
         with pytest.raises(errors.ReplicaLost, match="lost twice"):
             await request
 
@@ -434,14 +434,13 @@ async def test_an_entry_next_to_a_canceled_one_has_a_second_attempt() -> None:
 async def test_a_device_that_dies_while_it_opens_costs_no_attempt() -> None:
     """No request was sent to it."""
     async with pair() as both, under_way(both, text(1)) as request:
-        both.lose()
+        await both.lose()
         for _ in range(3):
             ours, theirs = socket.socketpair()
             await both.remote.connect(ours)
             theirs.close()
             await until(lambda: not both.remote.connected)
-        both.device.hold = None
-        await both.connect()
+        await both.answer_again()
         assert 1 == len(await asyncio.wait_for(request, 30))
 
 
@@ -452,12 +451,10 @@ async def test_a_cancelled_request_is_not_sent_again() -> None:
         under_way(both, text(1)) as gone,
         under_way(both, text(2)) as request,
     ):
-        both.lose()
-        await until(lambda: not both.remote.load().ready)
+        await both.lose()
         gone.cancel()
         await asyncio.wait([gone])
-        both.device.hold = None
-        await both.connect()
+        await both.answer_again()
         assert 1 == len(await asyncio.wait_for(request, 30))
         assert [2] == [int(entry.window.input_ids[0]) for entry in both.device.seen[2:]]
 
@@ -591,8 +588,7 @@ async def test_metrics_wait_for_a_device() -> None:
     """Counts from a time without a device are sent to the next one."""
     async with pair() as both:
         await until(lambda: both.remote.load().ready)
-        both.lose()
-        await until(lambda: not both.remote.load().ready)
+        await both.lose()
         seen = RemoteMetrics(both.remote)
         seen.observe_error("replica_lost")
         with pytest.raises(errors.ReplicaLost):
@@ -623,7 +619,7 @@ async def test_model_tables_arrive_unchanged(texts: BundleTexts) -> None:
         await both.peers.adopt(models, both_texts)
         assert models == both.subscriber.models
         assert {texts.manifest.id: texts} == both.subscriber.texts
-        both.lose()
+        await both.lose()
         both.subscriber.models = ()
         await both.connect()
         assert models == both.subscriber.models
@@ -653,7 +649,7 @@ async def test_the_first_model_table_must_be_adopted() -> None:
     await both.link()
     with pytest.raises(ValueError, match="the tokenizer cannot be read"):
         await both.following
-    both.lose()
+    await both.lose()
     both.control.close()
     await asyncio.wait_for(both.serving, 30)
     both.reporting.cancel()
@@ -672,7 +668,7 @@ async def test_a_bundle_is_left_when_its_last_request_is_answered(
         await asyncio.sleep(0.05)
         assert not leaving.done()
         if dies:
-            both.lose()
+            await both.lose()
         else:
             both.subscriber.hold.set()
         await asyncio.wait_for(leaving, 30)
@@ -686,14 +682,14 @@ async def test_a_lost_subscriber_is_not_waited_for(texts: BundleTexts) -> None:
         adopting = asyncio.create_task(both.peers.adopt((model("tiny@1"),), {"tiny@1": texts}))
         await asyncio.sleep(0.05)
         assert not adopting.done()
-        both.lose()
+        await both.lose()
         await asyncio.wait_for(adopting, 30)
 
 
 async def test_a_process_without_the_served_models_is_not_ready() -> None:
     """The inference process may be ready, but the HTTP process would find no engine."""
     async with pair() as both:
-        both.lose()
+        await both.lose()
         both.subscriber.hold_models.clear()
         connecting = asyncio.create_task(both.connect())
         await asyncio.sleep(0.3)
@@ -713,8 +709,7 @@ async def test_an_error_in_receiving_a_message_costs_its_channel_only() -> None:
     async with pair() as both, under_way(both, text(1)) as request:
         both.remote.push(messages.Observed([("no_such_method", ())]))
         await until(lambda: not both.remote.connected)
-        both.device.hold = None
-        await both.connect()
+        await both.answer_again()
         assert 1 == len(await asyncio.wait_for(request, 30))
         assert not both.broken.is_set()
 
@@ -724,8 +719,7 @@ async def test_an_unexpected_error_in_an_adoption_closes_the_channel(
 ) -> None:
     """An HTTP process without a model table would never be ready; without a channel, it gets another."""
     async with pair() as both:
-        both.lose()
-        await until(lambda: not both.remote.connected)
+        await both.lose()
         both.subscriber.error = RuntimeError("our bug")
         await both.link()
         await until(lambda: not both.remote.connected)
@@ -738,8 +732,7 @@ async def test_an_unexpected_error_in_an_adoption_closes_the_channel(
 async def test_a_process_that_cannot_adopt_after_a_reconnection_ends() -> None:
     """The table of a new inference process comes once, and without it an HTTP process is never ready."""
     async with pair() as both:
-        both.lose()
-        await until(lambda: not both.remote.connected)
+        await both.lose()
         both.subscriber.error = MemoryError("no memory")
         await both.link()
         await asyncio.wait_for(both.broken.wait(), 30)
@@ -753,7 +746,7 @@ async def test_a_process_that_dies_after_a_cancelled_command_is_forgotten() -> N
         await asyncio.sleep(0.05)
         adopting.cancel()
         await asyncio.wait([adopting])
-        both.lose()
+        await both.lose()
         await until(lambda: not both.peers._peers)
 
 
@@ -774,7 +767,7 @@ async def test_a_lost_command_is_not_sent_again() -> None:
         both.manager.hold = asyncio.Event()
         executing = asyncio.create_task(both.remote.execute(LoadModel(path="a", by="ops")))
         await asyncio.sleep(0.05)
-        both.lose()
+        await both.lose()
         with pytest.raises(errors.ReplicaLost):
             await asyncio.wait_for(executing, 30)
         with pytest.raises(errors.ReplicaLost):
