@@ -141,13 +141,6 @@ def test_compose_builds_a_stage_with_arguments_that_it_knows(name, target):
     assert set() == build["args"].keys() - arguments
 
 
-def test_services_never_want_the_same_port():
-    """Both services can run at once, each at its own port of the host."""
-    ports = [port for name in SERVICES for port in COMPOSE["services"][name]["ports"]]
-
-    assert ["${QUARTET_PORT:-8000}:8000", "${QUARTET_GPU_PORT:-8001}:8000"] == ports
-
-
 def make_variables(*arguments: str, **variables: str) -> str:
     """The line of `make help` that shows its variables."""
     kept = {"PATH": os.environ["PATH"], **variables}

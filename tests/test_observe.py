@@ -158,11 +158,3 @@ def test_observers_are_wanted_pinned_and_locked_down(name):
     assert ["ALL"] == service["cap_drop"]
     assert all(volume.endswith(":ro") for volume in ours)
     assert all((ROOT / volume.split(":")[0]).exists() for volume in ours)
-
-
-def test_grafana_has_no_anonymous_access():
-    """Anonymous access and sign-up are off."""
-    environment = COMPOSE["services"]["grafana"]["environment"]
-
-    assert "false" == environment["GF_AUTH_ANONYMOUS_ENABLED"]
-    assert "false" == environment["GF_USERS_ALLOW_SIGN_UP"]

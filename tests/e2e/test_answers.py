@@ -1,4 +1,4 @@
-"""What a real server answers: the reference's vectors, windows, offsets, and the same to many at once."""
+"""What a real server answers: the reference's vectors, base64, and the same to many at once."""
 
 import base64
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests import samples
-from tests.e2e.calls import LONG, calls, same_answer
+from tests.e2e.calls import calls, same_answer
 from tests.e2e.conftest import Server, serving
 
 pytestmark = pytest.mark.e2e
@@ -46,52 +46,6 @@ def test_embed_equals_sentence_transformers(minilm_folder: Path, minilm_bundle: 
 
     np.testing.assert_allclose(answer["embeddings"], expected, rtol=0, atol=1e-4)
     assert {len(texts) - 1, len(texts) - 2} <= set(answer["usage"]["truncated"])
-
-
-def test_entities_of_a_long_text_are_where_they_say(tiny: Server) -> None:
-    """In every window of a long text, `text[start:end]` is the word."""
-    answer = tiny.answer("/ner", {"inputs": LONG})
-
-    (found,) = answer["results"]
-    assert answer["usage"]["windows"] > 1
-    assert found
-    assert [e["word"] for e in found] == [LONG[e["start"] : e["end"]] for e in found]
-    assert max(e["end"] for e in found) > 0.9 * len(LONG)
-
-
-@pytest.mark.parametrize("name", samples.STRANGE)
-def test_offsets_count_code_points(tiny: Server, name: str) -> None:
-    """Emoji, combining marks, right-to-left text and line ends do not shift a span."""
-    text = samples.STRANGE[name]
-    entities = tiny.answer("/ner", {"inputs": text})["results"][0]
-    answers = tiny.answer("/qa", {"question": "Who?", "context": text, "top_k": 5})["results"][0]
-
-    assert [e["word"] for e in entities] == [text[e["start"] : e["end"]] for e in entities]
-    assert answers
-    assert [a["answer"] for a in answers] == [text[a["start"] : a["end"]] for a in answers]
-
-
-def test_an_answer_may_stand_anywhere_in_a_long_context(tiny: Server) -> None:
-    """A context of thousands of tokens is read whole, in windows that hold the question."""
-    context = samples.text(2000, seed=9)
-    answer = tiny.answer("/qa", {"question": "Who sold it?", "context": context, "top_k": 50})
-
-    starts = [found["start"] for found in answer["results"][0]]
-    assert answer["usage"]["windows"] > 4
-    assert [] == answer["usage"]["truncated"]
-    assert max(starts) - min(starts) > len(context) / 4
-
-
-def test_windows_of_a_vector_are_pooled_by_their_tokens(tiny: Server) -> None:
-    """`truncate: "window"` reads all of a text, true reads its beginning and says so."""
-    body = {"inputs": LONG, "normalize": False}
-    whole = tiny.answer("/embed", {**body, "truncate": "window"})
-    cut = tiny.answer("/embed", {**body, "truncate": True})
-
-    assert whole["usage"]["windows"] > 1
-    assert whole["usage"]["truncated"] == []
-    assert cut["usage"] == {"tokens": 512, "windows": 1, "truncated": [0]}
-    assert not np.allclose(whole["embeddings"], cut["embeddings"], atol=1e-3)
 
 
 def test_base64_holds_the_same_numbers(tiny: Server) -> None:

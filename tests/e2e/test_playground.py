@@ -91,14 +91,20 @@ def texts(page: Page, selector: str) -> list[str]:
     return page.locator(selector).all_text_contents()
 
 
-def test_page_loads_alone_and_in_silence(browser: Browser, server_url: str) -> None:
-    """Loading the pages asks no other origin for anything and logs no error or violation."""
-    page = browser.new_page()
+def watch(page: Page) -> tuple[list[str], list[str]]:
+    """Return lists of what the page requests from now on, and of its complaints."""
     requested: list[str] = []
     complaints: list[str] = []
     page.on("request", lambda request: requested.append(request.url))
     page.on("console", lambda message: complaints.append(message.text))
     page.on("pageerror", lambda error: complaints.append(str(error)))
+    return requested, complaints
+
+
+def test_page_loads_alone_and_in_silence(browser: Browser, server_url: str) -> None:
+    """Loading the pages asks no other origin for anything and logs no error or violation."""
+    page = browser.new_page()
+    requested, complaints = watch(page)
     page.goto(server_url)
     expect(page.locator("#model")).to_be_enabled()
     run(page, "classify")
@@ -113,16 +119,12 @@ def test_page_loads_alone_and_in_silence(browser: Browser, server_url: str) -> N
 def test_documentation_page_sends_a_request(browser: Browser, server_url: str, prefix: str) -> None:
     """`Try it out` calls a route and shows the response, also behind a path prefix, and calls no other server."""
     page = browser.new_page()
-    requested: list[str] = []
-    complaints: list[str] = []
+    requested, complaints = watch(page)
 
     def forward(route: Any) -> None:
         path = urlsplit(route.request.url).path.removeprefix(prefix)
         route.fulfill(response=route.fetch(url=server_url + path))
 
-    page.on("request", lambda request: requested.append(request.url))
-    page.on("console", lambda message: complaints.append(message.text))
-    page.on("pageerror", lambda error: complaints.append(str(error)))
     if prefix:
         page.route(f"**{prefix}/**", forward)
     page.goto(f"{server_url}{prefix}/docs")
@@ -201,10 +203,16 @@ def masked_url(masked_bundle: Path, tiny_bundle: Path) -> Iterator[str]:
 
 
 def test_masks_are_filled_in(browser: Browser, masked_url: str) -> None:
-    """Each mask token has a bar for each of its tokens; a single one has the text with the best token, too."""
+    """Each mask token has a bar for each of its tokens; a single one has the text with the best token, too.
+
+    The box is hidden while a model without a fill-mask head is selected.
+    """
     page = browser.new_page()
     page.goto(masked_url)
     expect(page.locator("#masks")).to_be_visible()
+    page.select_option("#model", "tiny@1")
+    expect(page.locator("#masks")).to_be_hidden()
+    page.select_option("#model", "masked@1")
     (one,) = run(page, "masks", inputs="The ferry to the [MASK] was late.")["results"]
     assert [token["token_str"] for token in one] == texts(page, "#masks .bar-label")
     assert [one[0]["sequence"]] == texts(page, "#masks .prose")
@@ -229,18 +237,6 @@ def test_weights_are_sorted(browser: Browser, tasks_bundle: Path) -> None:
             ranked = run(page, "rerank", query="Who sold it?", documents="Ada sold it.\nAt dawn.")
             assert head == ranked["head"]
             assert 2 == len(ranked["results"])
-    page.close()
-
-
-def test_masks_are_only_for_models_with_such_a_head(browser: Browser, masked_url: str) -> None:
-    """The box is hidden while a model without a fill-mask head is selected."""
-    page = browser.new_page()
-    page.goto(masked_url)
-    expect(page.locator("#masks")).to_be_visible()
-    page.select_option("#model", "tiny@1")
-    expect(page.locator("#masks")).to_be_hidden()
-    page.select_option("#model", "masked@1")
-    expect(page.locator("#masks")).to_be_visible()
     page.close()
 
 
@@ -273,6 +269,7 @@ def test_similarity_ranks_the_others_by_cosine(page: Page) -> None:
 
 def test_rerank_shows_the_documents_in_order(page: Page) -> None:
     """The documents stand by falling score, with the head that scored them."""
+    expect(page.locator("#zero-shot")).to_be_hidden()  # no head was trained on entailment
     answer = run(page, "rerank", query="Who drew it?", documents="Ada drew a comet.\n\nIt rained.")
     documents = ["Ada drew a comet.", "It rained."]
     assert texts(page, "#rerank .bar-label") == [documents[r["index"]] for r in answer["results"]]
@@ -295,12 +292,6 @@ def test_tokens_are_shown(page: Page) -> None:
     assert texts(page, "#tokenize .tokens li") == [token["token"] for token in found["tokens"]]
     summary = f"{found['count']} tokens of at most {answer['max_length']}"
     assert texts(page, "#tokenize .summary") == [summary]
-
-
-def test_boxes_of_heads_that_no_model_has_are_hidden(page: Page) -> None:
-    """The tiny model has no head that was trained on entailment."""
-    expect(page.locator("#zero-shot")).to_be_hidden()
-    expect(page.locator("#rerank")).to_be_visible()
 
 
 def test_prompts_of_a_head_may_be_chosen(

@@ -205,26 +205,6 @@ def test_several_http_processes_share_one_inference_process(tiny_bundle: Path) -
         assert 3 == len(children(server)["http"])
 
 
-def test_in_one_process(tiny_bundle: Path) -> None:
-    """Without HTTP workers there is one process, which answers the same."""
-    body = {"inputs": ["Ada drew a comet.", samples.text(40, seed=2)]}
-    with serving(tiny_bundle, "--http-workers", "0") as alone, serving(tiny_bundle) as apart:
-        assert {"inference": [], "http": []} == children(alone)
-        both = [server.answer("/embed", body)["embeddings"] for server in (alone, apart)]
-        for one, other in zip(*both, strict=True):
-            assert one == pytest.approx(other, abs=1e-5)
-
-
-def test_children_end_with_the_main_process(tiny_bundle: Path) -> None:
-    """Even when it is killed, none is left behind."""
-    with serving(tiny_bundle, "--http-workers", "2") as server:
-        pids = [pid for found in children(server).values() for pid in found]
-        assert 3 == len(pids)
-        server.process.kill()
-        server.process.wait(30)
-        until(lambda: not any(alive(pid) for pid in pids), 60)
-
-
 def test_a_signal_to_all_at_once_is_a_drain(tiny_bundle: Path) -> None:
     """An init system may signal every process: the children wait for the main one, and nothing is lost."""
     statuses: list[int] = []
@@ -239,15 +219,6 @@ def test_a_signal_to_all_at_once_is_a_drain(tiny_bundle: Path) -> None:
             statuses += [one.result(60).status for one in asked]
         assert 0 == server.process.wait(40)
     assert [200] * 8 == statuses
-
-
-def test_what_cannot_be_opened_ends_all(tmp_path: Path) -> None:
-    """A refused bundle is logged once, and no process is left."""
-    process = start(tmp_path / "nothing", "--port", "0", "--http-workers", "2")
-    _, said = process.communicate(timeout=60)
-    assert 3 == process.returncode
-    assert 1 == said.count("cannot start")
-    assert "Traceback" not in said
 
 
 def test_what_cannot_be_opened_again_is_tried_again(tiny_bundle: Path, tmp_path: Path) -> None:
