@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests import samples
-from tests.e2e.calls import calls, same_answer
+from tests.e2e.calls import LONG, calls, same_answer
 from tests.e2e.conftest import Server, serving
 
 pytestmark = pytest.mark.e2e
@@ -55,3 +55,15 @@ def test_base64_holds_the_same_numbers(tiny: Server) -> None:
     (text,) = tiny.answer("/embed", {**body, "encoding_format": "base64"})["embeddings"]
 
     assert numbers == pytest.approx(np.frombuffer(base64.b64decode(text), dtype="<f4").tolist())
+
+
+def test_windows_of_a_vector_are_pooled_by_their_tokens(tiny: Server) -> None:
+    """`truncate: "window"` reads all of a text, true reads its beginning and says so."""
+    body = {"inputs": LONG, "normalize": False}
+    whole = tiny.answer("/embed", {**body, "truncate": "window"})
+    cut = tiny.answer("/embed", {**body, "truncate": True})
+
+    assert whole["usage"]["windows"] > 1
+    assert whole["usage"]["truncated"] == []
+    assert cut["usage"] == {"tokens": 512, "windows": 1, "truncated": [0]}
+    assert not np.allclose(whole["embeddings"], cut["embeddings"], atol=1e-3)
