@@ -231,6 +231,12 @@ class Settings(BaseSettings):
         description="seconds after which a process without a heartbeat, or a running batch, counts as hanging;"
         " raise it if processes wait seconds for a core",
     )
+    load_timeout_s: float = Field(
+        120.0,
+        gt=0,
+        le=86_400,
+        description="seconds within which a bundle must be open and tested; raise it for slow disks",
+    )
     drain_delay_s: float = Field(
         0.0,
         ge=0,

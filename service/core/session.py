@@ -2,12 +2,13 @@
 
 import ctypes
 import os
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,6 +75,41 @@ RUNTIME_ERRORS: tuple[type[Exception], ...] = (
 )
 
 
+class TimeLimit:
+    """A time after which the runtime ends the opening of sessions and their runs, with an error.
+
+    It applies from `with` to the end of the block. over: whether the time was exceeded
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.over = False
+        self._limited: list[Any] = []
+        self._timer = threading.Timer(seconds, self._end)
+        self._timer.daemon = True
+
+    def __enter__(self) -> Self:
+        self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+        self._limited.clear()
+
+    def apply(self, options: Any) -> None:
+        """Limit what uses these options of the runtime, of a session or of its runs."""
+        self._limited.append(options)
+        if self.over:
+            self._end()
+
+    def _end(self) -> None:
+        self.over = True
+        for options in [*self._limited]:
+            if isinstance(options, ort.RunOptions):
+                options.terminate = True
+            else:
+                options.set_load_cancellation_flag(True)
+
+
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
     """The options of a session."""
@@ -83,6 +119,9 @@ class SessionOptions:
     # Whether ONNX Runtime keeps the memory of a run for the next run on any thread. Otherwise the C library keeps it by
     # thread. Where cores share no cache, memory that moves between them costs a fifth of the speed.
     arena: bool = False
+    limit: TimeLimit | None = (
+        None  # of opening the session, and of its runs until the limit's block ends
+    )
 
 
 class Session:
@@ -101,8 +140,11 @@ class Session:
         self.heads = bundle.manifest.heads
         self._session = open_graph(bundle.file(graph.file), kind, options)
         self._outputs = [*self.heads]  # a graph may have more outputs
-        self._only_fetched = onnxruntime.RunOptions()
+        self._all, self._only_fetched = ort.RunOptions(), ort.RunOptions()
         self._only_fetched.only_execute_path_to_fetches = True
+        if options.limit:
+            options.limit.apply(self._all)
+            options.limit.apply(self._only_fetched)
         types = {output.name: output.type for output in self._session.get_outputs()}
         missing = self.heads.keys() - types.keys()
         if missing:
@@ -168,7 +210,7 @@ class Session:
         feeds["positions"] = masks if len(masks) else np.zeros(1, np.int64)
         # A graph has only the inputs that it needs: a model without segments has no `token_type_ids`.
         needed = {name: value for name, value in feeds.items() if name in self._inputs}
-        options = self._only_fetched if len(outputs) < len(self._outputs) else None
+        options = self._only_fetched if len(outputs) < len(self._outputs) else self._all
         values = self._session.run(outputs, needed, options)
         return {
             name: value[: len(masks)] if self.heads[name].per_mask else value
@@ -334,6 +376,8 @@ def open_graph(graph: Path | bytes, kind: DeviceKind, options: SessionOptions) -
     settings.log_severity_level = ERRORS
     # Another format, which the runtime takes by the name of the file, may name files that `graph_files` does not find.
     settings.add_session_config_entry("session.load_model_format", "ONNX")
+    if options.limit:
+        options.limit.apply(settings)
     others = [] if kind is CPU else [CPU.provider]
     providers = [(kind.provider, kind.options), *others]
     source = graph if isinstance(graph, bytes) else str(graph)

@@ -24,6 +24,7 @@ from service.core.session import (
     RUNTIME_ERRORS,
     Session,
     SessionOptions,
+    TimeLimit,
     keep_freed_memory,
     open_session,
     usable_kinds,
@@ -209,8 +210,21 @@ class LocalDevice:
     def open(self, bundle: Bundle) -> OpenedBundle:
         """Open a bundle's sessions, check its goldens and measure its cost; takes seconds, in any thread.
 
-        Raises BundleError or ProviderError when the bundle must not be served.
+        Raises BundleError or ProviderError when the bundle must not be served, or takes longer than `load_timeout_s`.
         """
+        seconds = self._settings.load_timeout_s
+        with TimeLimit(seconds) as limit:
+            try:
+                opened = self._open(bundle, limit)
+            except Exception:  # at the time limit, the runtime's
+                if not limit.over:
+                    raise
+        if limit.over:
+            reason = f"opening and testing it takes more than load_timeout_s, {seconds:g} s"
+            raise BundleError(bundle.path, reason)
+        return opened
+
+    def _open(self, bundle: Bundle, limit: TimeLimit) -> OpenedBundle:
         settings = self._settings
         texts = read_texts(bundle)
         sessions = {
@@ -218,7 +232,7 @@ class LocalDevice:
                 bundle,
                 precision=settings.precision,
                 provider=settings.provider,
-                options=SessionOptions(threads, settings.spin, settings.arena),
+                options=SessionOptions(threads, settings.spin, settings.arena, limit),
             )
             for width, threads in self._slots.threads.items()
         }

@@ -50,6 +50,9 @@ log = structlog.get_logger()
 
 OPENING_ERRORS: tuple[type[Exception], ...] = (BundleError, OSError, *RUNTIME_ERRORS)
 
+LOAD_ALONE_S = 10.0  # seconds in which a load is the only one; then the next one starts
+STOP_S = 5.0  # beyond load_timeout_s, for the runtime to stop
+
 CommandResult = Mapping[str, Any]
 Resume = Mapping[str, Any]  # state for the next process, as JSON
 
@@ -207,20 +210,38 @@ class ModelManager:
         promote = command.promote and not command.shadow
         allowed = command.allow_new_embedding_space or not promote
         folder = locate(self._settings.models_dir, command.path)
-        async with self._opening:
-            with self._listed(folder), bundle_errors():
-                bundle = await asyncio.to_thread(bundles.load, folder)
-                known = self._known(bundle)
-                self._check_space(bundle.manifest, allowed)
-                opened = None if known else await asyncio.to_thread(self._device.open, bundle)
-            async with self._deciding:
-                self._check_space(bundle.manifest, allowed)
-                new = self._add(folder, opened) if opened else self._find(bundle.manifest.id)
-                if promote:
-                    return await self._introduce(
-                        "load", new, command.by, command.keep_old, command.aliases
-                    )
-                return await self._stand_by(new, command)
+        with bundle_errors():
+            async with self._opening:
+                opening = asyncio.create_task(self._open_new(folder, allowed))
+                await asyncio.wait({opening}, timeout=LOAD_ALONE_S)
+            bundle, opened = await opening
+        async with self._deciding:
+            self._check_space(bundle.manifest, allowed)
+            # Another command may have added it meanwhile.
+            missing = None if self._known(bundle) else opened
+            new = self._add(folder, missing) if missing else self._find(bundle.manifest.id)
+            if promote:
+                return await self._introduce(
+                    "load", new, command.by, command.keep_old, command.aliases
+                )
+            return await self._stand_by(new, command)
+
+    async def _open_new(self, folder: Path, allowed: bool) -> tuple[Bundle, OpenedBundle | None]:
+        """Load a bundle, and open it unless it is served already.
+
+        allowed: whether its embedding space may differ from the current one
+        """
+        seconds = self._settings.load_timeout_s + STOP_S
+        with self._listed(folder):
+            try:
+                async with asyncio.timeout(seconds):
+                    bundle = await asyncio.to_thread(bundles.load, folder)
+                    known = self._known(bundle)
+                    self._check_space(bundle.manifest, allowed)
+                    opened = None if known else await asyncio.to_thread(self._device.open, bundle)
+            except TimeoutError:  # its thread goes on until the runtime's current operator ends
+                raise BundleError(folder, f"loading it takes more than {seconds:g} s") from None
+        return bundle, opened
 
     async def _promote(self, command: PromoteModel) -> CommandResult:
         """Make a loaded version the current one of its name."""
@@ -393,7 +414,7 @@ class ModelManager:
         try:
             yield
         finally:
-            del self._coming[folder]
+            self._coming.pop(folder, None)
 
     def _told(self, model: ServedModel) -> dict[str, Any]:
         return {

@@ -5,13 +5,16 @@ import hashlib
 import json
 import math
 import shutil
+import threading
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
+from onnx import helper, numpy_helper
 from structlog.typing import EventDict
 
 from service import liveness
@@ -32,6 +35,7 @@ from service.scheduling.entries import Entry
 from service.scheduling.executor import BatchStats, Running
 from service.scheduling.load import MAX_QUEUE_TOKENS
 from service.settings import Settings
+from tests.versions import GRAPH, read_manifest, restate, save_version
 
 
 @pytest.fixture
@@ -304,3 +308,39 @@ async def test_gpu_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "device_problem", lambda kind: None)
     async with local_device.open_device(Settings(), Metrics()) as device:
         assert (2, 256) == (device.batcher.planner.slots, device.batcher.planner.budget.size)
+
+
+def never_end(path: Path) -> None:
+    """Let the graph of a bundle count to 2**62 before it computes."""
+    values = {"count": 2**62, "on": True, "zero": np.float32(0)}
+    value = helper.make_tensor_value_info
+    body = helper.make_graph(
+        [helper.make_node("Identity", ["c"], ["c2"]), helper.make_node("Identity", ["x"], ["x2"])],
+        "body",
+        [value("i", 7, []), value("c", 9, []), value("x", 1, [])],
+        [value("c2", 9, []), value("x2", 1, [])],
+    )
+    proto = onnx.load(path / GRAPH, load_external_data=False)
+    output = proto.graph.output[0].name
+    for node in proto.graph.node:
+        node.output[:] = [
+            name.replace(output, "real") if name == output else name for name in node.output
+        ]
+    proto.graph.initializer.extend(
+        numpy_helper.from_array(np.array(number), name) for name, number in values.items()
+    )
+    proto.graph.node.append(helper.make_node("Loop", ["count", "on", "zero"], ["end"], body=body))
+    proto.graph.node.append(helper.make_node("Add", ["real", "end"], [output]))
+    (path / GRAPH).write_bytes(proto.SerializeToString())
+    (graph,) = read_manifest(path)["graphs"]
+    restate(path, graphs=[graph | bundle.describe_file(path / GRAPH)])
+
+
+def test_a_graph_that_never_ends(tiny_bundle: Path, tmp_path: Path) -> None:
+    """Opening it ends with an error at the time limit, and so do its runs."""
+    path = save_version(tiny_bundle, tmp_path / "endless", "1")
+    never_end(path)
+    device = LocalDevice(Settings(load_timeout_s=0.3), Slots(1, {1: 1}), Metrics())
+    with pytest.raises(BundleError, match=r"takes more than load_timeout_s, 0\.3 s"):
+        device.open(bundle.load(path))
+    assert not [t for t in threading.enumerate() if isinstance(t, threading.Timer)]

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import re
 import shutil
+import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -31,6 +32,7 @@ from service.errors import (
     UnknownModel,
 )
 from service.observability.metrics import Counts, Metrics
+from service.rollout import model_manager
 from service.rollout.model_manager import ModelManager, check_answers, locate
 from service.scheduling.entries import Entry
 from service.settings import Settings
@@ -304,6 +306,41 @@ async def test_loading_is_seen_and_serving_goes_on(
     await asyncio.gather(*loads)
     await curated.gone("tiny@1")
     assert ["tiny@3 current", "tiny@2 previous"] == await curated.shown()
+
+
+async def test_a_slow_load_does_not_stop_others(
+    curated: Curated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a while the next load starts, and the slow one is completed later."""
+    monkeypatch.setattr(model_manager, "LOAD_ALONE_S", 0.05)
+    go_on = threading.Event()
+    open_really = LocalDevice.open
+
+    def open_slowly(device: LocalDevice, bundle: Bundle) -> OpenedBundle:
+        assert bundle.manifest.version != "2" or go_on.wait(30)
+        return open_really(device, bundle)
+
+    monkeypatch.setattr(LocalDevice, "open", open_slowly)
+    slow = [asyncio.create_task(curated.load(curated.save("2"))) for _ in range(2)]
+    await curated.load(curated.save("3"))
+    assert ["tiny@3 current", "tiny@1 previous", "None loading"] == await curated.shown()
+    go_on.set()
+    await asyncio.gather(*slow)
+    assert "tiny@2 current" in await curated.shown()
+
+
+async def test_a_load_that_cannot_be_stopped(
+    curated: Curated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its command fails at the time limit, though the runtime goes on."""
+    monkeypatch.setattr(model_manager, "STOP_S", 0.1)
+    curated.manager._settings = curated.settings.model_copy(update={"load_timeout_s": 0.1})
+    go_on = threading.Event()
+    monkeypatch.setattr(LocalDevice, "open", lambda *_: go_on.wait(30))
+    with pytest.raises(BadBundle, match=r"loading it takes more than 0\.2 s"):
+        await curated.load(curated.save("2"))
+    go_on.set()
+    assert ["tiny@1 current"] == await curated.shown()
 
 
 async def test_a_disconnect_does_not_stop_a_command(curated: Curated) -> None:
