@@ -330,7 +330,17 @@ class PromoteRequest(AdminRequest):
 
 
 # The fields that hold a list of inputs, or as many items as there are inputs.
-LISTS = ("inputs", "input", "text_pair", "texts", "documents", "labels", "ids", "targets")
+LISTS = (
+    "inputs",
+    "input",
+    "instances",
+    "text_pair",
+    "texts",
+    "documents",
+    "labels",
+    "ids",
+    "targets",
+)
 R = TypeVar("R", bound=Request)
 S = TypeVar("S", bound=Strict)
 

@@ -131,7 +131,6 @@ def test_answer_lengths(server: Server) -> None:
         ("text-classification", {"inputs": ["a"] * 9}, 413, "inputs"),
         ("text-classification", {"parameters": {"padding": 1}}, 400, "padding"),
         ("text-classification", {"parameters": []}, 400, "an object"),
-        ("text-classification", {"options": {"use_gpu": 1}}, 400, "use_gpu"),
         ("text-classification", [], 400, "JSON object"),
         ("token-classification", {"parameters": {"ignore_labels": []}}, 400, '"O"'),
         ("question-answering", {}, 400, "inputs"),

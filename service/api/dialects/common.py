@@ -63,6 +63,10 @@ def refused(reason: str) -> BeforeValidator:
     return allowed(None, reason=reason)
 
 
+EncodingFormat = Annotated[
+    Literal["float", "base64"] | None,
+    Field(description="float for numbers, the default, or base64 of little-endian float32"),
+]
 Unused = Annotated[str | None, Field(description="accepted and not used")]
 Ids = list[int]
 
@@ -86,6 +90,12 @@ Input = Annotated[
     list[str] | list[Ids],
     BeforeValidator(check_input, json_schema_input_type=str | list[str] | Ids | list[Ids]),
 ]
+
+
+class Lenient(Request):
+    """A request whose unknown fields are ignored, as its own server does. It must be the last base of a class."""
+
+    model_config = ConfigDict(extra="ignore")
 
 
 class InputRequest(Request):
@@ -252,7 +262,7 @@ async def rank_request(
     call: Call[Any],
     body: DocumentsRequest,
     *,
-    raw_scores: bool = False,
+    raw_scores: bool | None = False,
     truncate: Truncate = "window",
     by: Sequence[Task] = ("late-interaction",),
 ) -> tuple[Reply[Any], list[Ranked]]:
@@ -260,7 +270,7 @@ async def rank_request(
     asked = Reranking(
         query=body.query,
         documents=body.document_texts,
-        raw_scores=raw_scores,
+        raw_scores=raw_scores or False,
         truncate=truncate,
     )
     ranking = make_ranking(call.engine, select_ranking_head(call.engine, by), asked)
@@ -291,7 +301,7 @@ def usage(reply: Reply[Any]) -> dict[str, object]:
     return {"prompt_tokens": tokens, "total_tokens": tokens, **cut}
 
 
-def embedding_data(vectors: Sequence[Vector | None], encoding_format: str) -> list[object]:
+def embedding_data(vectors: Sequence[Vector | None], encoding_format: str | None) -> list[object]:
     """Return OpenAI's objects of vectors."""
     return [
         {"object": "embedding", "index": index, "embedding": encoded(vector, encoding_format)}
@@ -299,6 +309,6 @@ def embedding_data(vectors: Sequence[Vector | None], encoding_format: str) -> li
     ]
 
 
-def encoded(vector: Vector, encoding_format: str) -> Vector | str:
+def encoded(vector: Vector, encoding_format: str | None) -> Vector | str:
     """Return a vector or a matrix as numbers, or as base64 of its little-endian bytes."""
     return base64_of(vector) if encoding_format == "base64" else numbers(vector)

@@ -11,7 +11,14 @@ from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
 import numpy as np
-from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -139,7 +146,9 @@ HfTexts = Annotated[
 
 
 class HfOptions(Strict):
-    """Options of the API that change nothing here: models are open, and there is no cache."""
+    """Options of the API, which change nothing here: models are open, and there is no cache."""
+
+    model_config = ConfigDict(extra="ignore")
 
     use_cache: bool | None = Field(None, description="no effect: there is no cache")
     wait_for_model: bool | None = Field(None, description="no effect: models are open")

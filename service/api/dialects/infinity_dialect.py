@@ -15,7 +15,9 @@ from service.api import openapi
 from service.api.dialects.common import (
     TEXTS_ONLY,
     DocumentsRequest,
+    EncodingFormat,
     ErrorBody,
+    Lenient,
     OpenAIEmbedding,
     OpenAIError,
     OpenAIUsage,
@@ -30,7 +32,6 @@ from service.api.dialects.common import (
 )
 from service.api.engine_call import Call, json_response, receive_call, service_of
 from service.api.native_routes import label, make_router
-from service.api.schemas import Request
 from service.engines.engine import Engine, Reply
 from service.errors import (
     ErrorForm,
@@ -49,7 +50,7 @@ from service.tasks.fields import AtLeastZero, ServedName, Texts
 PREFIX = "infinity"
 TAG = "infinity"
 ANY_MODEL = "default/not-specified"  # what clients send for the default
-Modality = Annotated[str, allowed("text", reason=TEXTS_ONLY)]
+Modality = Annotated[str | None, allowed(None, "text", reason=TEXTS_ONLY)]
 
 router = make_router(f"/{PREFIX}", "infinity_")
 
@@ -101,7 +102,7 @@ Model = Annotated[
 ]
 
 
-class InfinityRequest(Request):
+class InfinityRequest(Lenient):
     model: Model = None
 
 
@@ -115,24 +116,24 @@ class InfinityInputRequest(InfinityRequest):
 class InfinityEmbeddingRequest(InfinityInputRequest):
     task = "embedding"
 
-    encoding_format: Literal["float", "base64"] = Field(
-        "float", description="numbers, or base64 of little-endian float32"
+    encoding_format: EncodingFormat = None
+    dimensions: AtLeastZero | None = Field(
+        None, description="keep only the first dimensions; 0 for all"
     )
-    dimensions: AtLeastZero = Field(0, description="keep only the first dimensions; 0 for all")
-    modality: Modality = Field("text", description="only text")
+    modality: Modality = Field(None, description="only text")
     user: Unused = None
 
 
 class InfinityClassifyRequest(InfinityInputRequest):
     task = "classification"
 
-    raw_scores: bool = Field(False, description="logits in place of scores")
+    raw_scores: bool | None = Field(None, description="logits in place of scores")
 
 
-class InfinityRerankRequest(DocumentsRequest):
+class InfinityRerankRequest(DocumentsRequest, Lenient):
     model: Model = None
-    return_documents: bool = Field(False, description="whether each result has its document")
-    raw_scores: bool = Field(False, description="logits in place of scores")
+    return_documents: bool | None = Field(None, description="whether each result has its document")
+    raw_scores: bool | None = Field(None, description="logits in place of scores")
 
 
 # -- responses ------------------------------------------------------------------------------------

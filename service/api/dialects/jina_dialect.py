@@ -37,7 +37,7 @@ def error_form(error: QuartetError) -> ErrorForm:
 
 
 class JinaRerankRequest(DocumentsRequest):
-    return_documents: bool = Field(False, description="whether each result has its document")
+    return_documents: bool | None = Field(None, description="whether each result has its document")
 
 
 class JinaDocument(BaseModel):

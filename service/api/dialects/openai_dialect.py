@@ -6,7 +6,7 @@ Texts that are too long are cut; `usage.truncated`, which OpenAI's answers do no
 
 from collections.abc import Mapping
 from functools import cache, partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 from starlette.requests import Request as HttpRequest
@@ -14,7 +14,9 @@ from starlette.responses import Response
 
 from service.api import openapi
 from service.api.dialects.common import (
+    EncodingFormat,
     InputRequest,
+    Lenient,
     OpenAIEmbedding,
     OpenAIErrorResponse,
     OpenAIUsage,
@@ -22,19 +24,21 @@ from service.api.dialects.common import (
     Unused,
     allowed,
     embedding_data,
+    filled,
     input_texts,
     own_tokens,
     status_of,
     usage,
 )
 from service.api.engine_call import engine_of, json_response, receive_call, service_of
-from service.api.native_routes import make_router
+from service.api.native_routes import make_router, numbers
 from service.core.bundle import InputType, OutputDtype
 from service.core.token_table import read_token_table
-from service.engines.engine import Engine
+from service.engines.engine import Engine, Reply
 from service.errors import ErrorForm, QuartetError, UnknownModel
+from service.tasks.classification import Classification
 from service.tasks.embedding import Embedding
-from service.tasks.fields import AtLeastOne
+from service.tasks.fields import AtLeastOne, ListOfTexts
 
 PREFIX = "v1"
 TAG = "OpenAI"
@@ -65,9 +69,7 @@ def error_form(error: QuartetError) -> ErrorForm:
 class OpenAIEmbeddingRequest(InputRequest):
     task = "embedding"
 
-    encoding_format: Literal["float", "base64"] = Field(
-        "float", description="numbers, or base64 of little-endian float32"
-    )
+    encoding_format: EncodingFormat = None
     dimensions: AtLeastOne | None = Field(None, description="keep only the first dimensions")
     user: Unused = None
     # Jina's API has these, too.
@@ -104,7 +106,7 @@ class OpenAIEmbeddingRequest(InputRequest):
 
     @property
     def format(self) -> str:
-        return self.embedding_type or self.encoding_format
+        return self.embedding_type or self.encoding_format or "float"
 
 
 class OpenAIEmbeddingResponse(BaseModel):
@@ -119,6 +121,8 @@ class OpenAIModel(BaseModel):
     object: Literal["model"]
     created: int
     owned_by: str
+    name: str = Field(description="KServe's: as `id`")
+    ready: bool = Field(description="KServe's: true")
 
 
 class OpenAIModelList(BaseModel):
@@ -173,5 +177,34 @@ async def model(request: HttpRequest) -> Response:
     return json_response(describe(engine_of(request, request.path_params["model"]).id))
 
 
+# -- KServe's first protocol, which has its paths here, too ------------------------------------------
+
+
+class PredictRequest(Lenient):
+    task = "predict"
+    listed = "instances"
+    text_fields = ("instances",)
+
+    instances: ListOfTexts
+
+
+@router.post("/models/{model:path}:predict", include_in_schema=False)
+async def predict(request: HttpRequest) -> Response:
+    """The vector of each text, or the index of its best label for a model without an embedding head."""
+    name = {"model": request.path_params["model"]}
+    call = await receive_call(request, PredictRequest, fields=name)
+    texts, heads = call.body.instances, call.engine.manifest.heads
+    reply: Reply[Any]
+    if any(head.task == "embedding" for head in heads.values()):
+        reply = await call.compute(Embedding(inputs=texts))
+        predictions: list[object] = [*map(numbers, filled(reply.results))]
+    else:
+        reply = await call.compute(Classification(inputs=texts, top_k=1))
+        labels = heads[reply.heads[0]].labels
+        predictions = [labels.index(best.label) for (best,) in filled(reply.results)]
+    return json_response({"predictions": predictions}, call.headers(reply))
+
+
 def describe(model: str) -> dict[str, object]:
-    return {"id": model, "object": "model", "created": 0, "owned_by": "quartet"}
+    fields = {"id": model, "object": "model", "created": 0, "owned_by": "quartet"}
+    return {**fields, "name": model, "ready": True}  # of KServe's

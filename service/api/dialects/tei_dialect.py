@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from service import __version__
 from service.api import openapi
-from service.api.dialects.common import REFUSED, ErrorBody, allowed, filled, refused
+from service.api.dialects.common import REFUSED, ErrorBody, Lenient, allowed, filled, refused
 from service.api.engine_call import Call, json_response, receive_call, service_of
 from service.api.native_routes import label, make_router, numbers
 from service.api.schemas import DetokenizeRequest, Request, numbered
@@ -26,7 +26,7 @@ from service.core.bundle import InputType
 from service.core.decode import LabelScore
 from service.core.encode import Encoded
 from service.engines.engine import Engine
-from service.errors import ErrorForm, InvalidInput, QuartetError
+from service.errors import ErrorForm, QuartetError
 from service.tasks.classification import Classification
 from service.tasks.embedding import Embedding
 from service.tasks.fields import AtLeastOne, Inputs, NotBlank, ServedName, Strict, Texts
@@ -64,7 +64,7 @@ Direction = Annotated[
 ]
 
 
-class TeiRequest(Request):
+class TeiRequest(Lenient):
     """The common fields. TEI serves one model; `model` selects another than the first."""
 
     unknown_model = "default"
@@ -79,17 +79,17 @@ class TeiRequest(Request):
         return self.truncate is not False
 
 
-class TeiEmbedRequest(TeiRequest, Inputs):
+class TeiEmbedRequest(Inputs, TeiRequest):
     task = "embedding"
 
-    normalize: bool = Field(True, description="scale vectors to length 1")
+    normalize: bool | None = Field(None, description="false keeps the length of vectors")
     dimensions: AtLeastOne | None = Field(None, description="keep only the first dimensions")
     prompt_name: ServedName | None = Field(
         None, description="the head's prompt before each text; its default prompt when absent"
     )
 
 
-class TeiEmbedAllRequest(TeiRequest, Inputs):
+class TeiEmbedAllRequest(Inputs, TeiRequest):
     task = "late-interaction"
 
     prompt_name: Annotated[
@@ -98,7 +98,7 @@ class TeiEmbedAllRequest(TeiRequest, Inputs):
     ] = Field(None, description="query or document, which is the default")
 
 
-class TeiEmbedSparseRequest(TeiRequest, Inputs):
+class TeiEmbedSparseRequest(Inputs, TeiRequest):
     task = "sparse-embedding"
 
     prompt_name: Annotated[None, refused("sparse heads have no prompts")] = Field(
@@ -144,7 +144,7 @@ class TeiPredictRequest(TeiRequest):
         BeforeValidator(check_sequences),
         WithJsonSchema({"anyOf": [{"type": "string"}, TEXTS, BATCH]}),
     ] = Field(description="a text, a pair as a list of two texts, or a list of lists of one or two")
-    raw_scores: bool = Field(False, description="logits in place of scores")
+    raw_scores: bool | None = Field(None, description="logits in place of scores")
 
     def texts(self) -> Iterator[tuple[str, str]]:
         for index, one in enumerate(self.inputs.lists):
@@ -158,8 +158,8 @@ class TeiRerankRequest(TeiRequest):
 
     query: NotBlank = Field(description="the text that the others are compared with")
     documents: Texts = Field(alias="texts", description="one text, or several")
-    raw_scores: bool = Field(False, description="logits in place of scores")
-    return_text: bool = Field(False, description="whether each result has its text")
+    raw_scores: bool | None = Field(None, description="logits in place of scores")
+    return_text: bool | None = Field(None, description="whether each result has its text")
 
 
 class TeiSentences(Strict):
@@ -187,18 +187,35 @@ class SentencesRequest(Request):
         yield from numbered("inputs.sentences", self.inputs.sentences)
 
 
-class TeiSimilarityRequest(TeiRequest, SentencesRequest):
-    parameters: dict[str, Any] | None = Field(None, description="truncate, or nothing")
+class TeiSimilarityParameters(Strict):
+    model_config = ConfigDict(extra="ignore")
+
+    truncate: Truncate = None
+    truncation_direction: Direction = Field(
+        None, description='"right", the end of texts, or absent'
+    )
+    prompt_name: Annotated[None, refused("texts are compared without a prompt")] = Field(
+        None, description=REFUSED
+    )
 
 
-class TeiTokenizeRequest(Request, Inputs):
+class TeiSimilarityRequest(SentencesRequest, TeiRequest):
+    parameters: TeiSimilarityParameters | None = None
+
+
+class TeiTokenizeRequest(Inputs, Lenient):
     task = "tokenize"
     unknown_model = "default"
 
-    add_special_tokens: bool = Field(True, description="whether special tokens are in the answer")
+    add_special_tokens: bool | None = Field(
+        None, description="false leaves special tokens out of the answer"
+    )
+    prompt_name: Annotated[None, refused("tokens are those of the text")] = Field(
+        None, description=REFUSED
+    )
 
 
-class TeiDecodeRequest(DetokenizeRequest):
+class TeiDecodeRequest(DetokenizeRequest, Lenient):
     unknown_model = "default"
 
 
@@ -261,10 +278,13 @@ async def root(request: HttpRequest) -> Response:
 
 
 def choose_request(engine: Engine, body: object) -> type[TeiRequest]:
-    inputs = body.get("inputs") if isinstance(body, dict) else None
-    if isinstance(inputs, dict):
+    """Return the schema of a body. The client sends `parameters` for classification, and not for vectors."""
+    fields = body if isinstance(body, dict) else {}
+    if isinstance(fields.get("inputs"), dict):
         return TeiSimilarityRequest
-    return TeiEmbedRequest if "embedding" in model_type(engine) else TeiPredictRequest
+    tasks = {head.task for head in engine.manifest.heads.values()}
+    labels = "classification" in tasks and ("parameters" in fields or "embedding" not in tasks)
+    return TeiPredictRequest if labels else TeiEmbedRequest
 
 
 @router.post("/embed", **openapi.dialect(TeiEmbedRequest, list[list[float]], TAG))
@@ -277,7 +297,7 @@ async def embed_texts(call: Call[TeiEmbedRequest]) -> Response:
     body = call.body
     task = Embedding(
         inputs=body.inputs,
-        normalize=body.normalize,
+        normalize=body.normalize is not False,
         dimensions=body.dimensions,
         prompt_name=body.prompt_name,
         truncate=body.cuts,
@@ -355,7 +375,7 @@ async def rerank(request: HttpRequest) -> Response:
     task = Reranking(
         query=body.query,
         documents=body.documents,
-        raw_scores=body.raw_scores,
+        raw_scores=body.raw_scores or False,
         truncate=body.cuts,
     )
     reply = await call.compute(task)
@@ -374,13 +394,11 @@ async def similarity(request: HttpRequest) -> Response:
 
 
 async def compare_sentences(call: Call[TeiSimilarityRequest]) -> Response:
-    sentences, parameters = call.body.inputs, call.body.parameters or {}
-    if unknown := sorted(parameters.keys() - {"truncate"}):
-        raise InvalidInput(f"parameters.{unknown[0]}: unknown", param=f"parameters.{unknown[0]}")
+    sentences, parameters = call.body.inputs, call.body.parameters or TeiSimilarityParameters()
     task = Similarity(
         source=sentences.source_sentence,
         inputs=sentences.sentences,
-        truncate=call.body.cuts and parameters.get("truncate") is not False,
+        truncate=call.body.cuts and parameters.truncate is not False,
     )
     reply = await call.compute(task)
     return json_response(task.scores(call.engine, reply), call.headers(reply))
@@ -394,7 +412,7 @@ async def tokenize(request: HttpRequest) -> Response:
 
     def show(found: Sequence[Encoded]) -> object:
         return [
-            token_list(engine, item, text, body.add_special_tokens)
+            token_list(engine, item, text, body.add_special_tokens is not False)
             for item, text in zip(found, body.inputs, strict=True)
         ]
 

@@ -13,15 +13,21 @@ from pydantic import BaseModel, Field, model_validator
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from service import __version__
 from service.api import openapi
+from service.api.dialects import openai_dialect
 from service.api.dialects.common import (
     REFUSED,
+    TEXTS_ONLY,
     DocumentsRequest,
+    EncodingFormat,
     InputRequest,
+    Lenient,
     OpenAIErrorResponse,
     OpenAIUsage,
     Unused,
     allowed,
+    embedding_data,
     encoded,
     filled,
     input_texts,
@@ -32,9 +38,9 @@ from service.api.dialects.common import (
     text_of,
     usage,
 )
-from service.api.engine_call import Call, json_response, receive_call
+from service.api.engine_call import Call, json_response, receive_call, service_of
 from service.api.native_routes import make_router, rank_documents
-from service.api.schemas import Request, numbered
+from service.api.schemas import numbered
 from service.core.bundle import Task
 from service.core.decode import LabelScore, Vector
 from service.engines.engine import Engine, Reply
@@ -87,7 +93,7 @@ def error_form(error: QuartetError) -> ErrorForm:
 # -- requests -------------------------------------------------------------------------------------
 
 
-class VllmRequest(Request):
+class VllmRequest(Lenient):
     """The common fields."""
 
     truncate_prompt_tokens: Annotated[
@@ -104,6 +110,7 @@ class VllmRequest(Request):
         int | None, allowed(None, 0, reason="the header X-Priority lowers the priority")
     ] = Field(None, description="only 0")
     user: Unused = None
+    mm_processor_kwargs: Annotated[None, refused(TEXTS_ONLY)] = Field(None, description=REFUSED)
 
     @property
     def cuts(self) -> bool:
@@ -114,7 +121,7 @@ class VllmRequest(Request):
         return False in (self.use_activation, self.activation, self.softmax)
 
 
-class VllmInputRequest(VllmRequest, InputRequest):
+class VllmInputRequest(InputRequest, VllmRequest):
     add_special_tokens: Annotated[
         bool | None, allowed(None, True, reason="the model reads its special tokens")
     ] = Field(None, description="only true")
@@ -139,9 +146,7 @@ class VllmPoolingRequest(VllmInputRequest):
         alias="task",
         description="embed, token_embed or classify; when absent, the first of these that the model has a head for",
     )
-    encoding_format: Literal["float", "base64"] = Field(
-        "float", description="numbers, or base64 of little-endian float32"
-    )
+    encoding_format: EncodingFormat = None
     embed_dtype: Annotated[
         str | None, allowed(None, "float32", reason="the type of all numbers")
     ] = Field(None, description="only float32")
@@ -151,6 +156,10 @@ class VllmPoolingRequest(VllmInputRequest):
     dimensions: AtLeastOne | None = Field(None, description="keep only the first dimensions")
     normalize: bool | None = Field(
         None, description="scale vectors to length 1; as the head says when absent"
+    )
+
+    data: Annotated[None, refused("no model of this service has an I/O processor: send input")] = (
+        Field(None, description=REFUSED)
     )
 
     @property
@@ -225,7 +234,7 @@ class VllmScoreRequest(VllmPairRequest):
         yield from numbered(self.names[1], self.second)
 
 
-class VllmRerankRequest(VllmPairRequest, DocumentsRequest):
+class VllmRerankRequest(DocumentsRequest, VllmPairRequest):
     task = "rerank"
 
     top_n: AtLeastZero | None = Field(None, description="documents to return; 0 for all")
@@ -392,19 +401,32 @@ async def pooling(request: HttpRequest) -> Response:
             reply = await call.compute(TokenEmbedding(inputs=texts, truncate=body.cuts))
             found = filled(reply.results)
         case _:
-            task = Embedding(
-                inputs=await input_texts(request, call, partial(own_tokens, call.engine)),
-                normalize=body.normalizes,
-                dimensions=body.dimensions,
-                truncate=body.cuts,
-            )
-            reply = await call.compute(task)
+            reply = await embed_texts(request, call)
             found = filled(reply.results)
     data = [
         {"index": index, "object": "pooling", "data": encoded(one, body.encoding_format)}
         for index, one in enumerate(found)
     ]
     return respond(call, reply, "pool", data)
+
+
+async def embed_texts(request: HttpRequest, call: Call[VllmPoolingRequest]) -> Reply[Vector]:
+    body = call.body
+    task = Embedding(
+        inputs=await input_texts(request, call, partial(own_tokens, call.engine)),
+        normalize=body.normalizes,
+        dimensions=body.dimensions,
+        truncate=body.cuts,
+    )
+    return await call.compute(task)
+
+
+@router.post("/v1/embeddings", include_in_schema=False)
+async def embeddings(request: HttpRequest) -> Response:
+    """The vector of each text, as OpenAI's API has it, with the parameters of vLLM."""
+    call = await receive_call(request, VllmPoolingRequest)
+    reply = await embed_texts(request, call)
+    return respond(call, reply, "embd", embedding_data(reply.results, call.body.encoding_format))
 
 
 def default_pooling(engine: Engine) -> str:
@@ -456,7 +478,21 @@ def respond(call: Call[Any], reply: Reply[Any], kind: str, data: object) -> Resp
     return json_response(content, call.headers(reply))
 
 
+@router.get("/version", include_in_schema=False)
+async def version(request: HttpRequest) -> Response:
+    """The version of this service."""
+    return json_response({"version": __version__})
+
+
+@router.get("/health", include_in_schema=False)
+async def health(request: HttpRequest) -> Response:
+    """New requests may be sent here; without a body."""
+    service_of(request).check_ready()
+    return Response()
+
+
 # vLLM has these paths, too.
+router.add_api_route("/v1/models", openai_dialect.models, include_in_schema=False)
 router.add_api_route("/v1/score", score, methods=["POST"], include_in_schema=False)
-for version in ("v1", "v2"):
-    router.add_api_route(f"/{version}/rerank", rerank, methods=["POST"], include_in_schema=False)
+for prefix in ("v1", "v2"):
+    router.add_api_route(f"/{prefix}/rerank", rerank, methods=["POST"], include_in_schema=False)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from service import errors
@@ -159,6 +160,73 @@ DOCUMENTS = [dict.fromkeys(("text", "title", "url", "id"), "a") for _ in range(M
 async def test_many_values(requests: Requests, path: str, body: object) -> None:
     """A request of the largest number of inputs may have long lists of token ids, and documents with further fields."""
     await requests.post(path, body)
+
+
+OPTIONS = {"wait_for_model": True, "use_gpu": True, "use_cache": True}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        # LiteLLM sends null for optional parameters.
+        (
+            "/v1/embeddings",
+            {"input": "a", "encoding_format": None, "dimensions": None, "user": None},
+        ),
+        ("/v1/rerank", {"query": "a", "documents": ["b"], "return_documents": None, "top_n": None}),
+        (
+            "/infinity/embeddings",
+            {"input": "a", "encoding_format": None, "dimensions": None, "modality": None},
+        ),
+        ("/infinity/classify", {"input": "a", "raw_scores": None}),
+        (
+            "/infinity/rerank",
+            {"query": "a", "documents": ["b"], "return_documents": None, "raw_scores": None},
+        ),
+        ("/vllm/pooling", {"input": "a", "encoding_format": None}),
+        ("/vllm/v1/embeddings", {"input": "a", "encoding_format": None, "dimensions": None}),
+        ("/tei/embed", {"inputs": "a", "normalize": None, "truncate": None, "prompt_name": None}),
+        ("/tei/predict", {"inputs": "a", "raw_scores": None}),
+        ("/tei/rerank", {"query": "a", "texts": ["b"], "raw_scores": None, "return_text": None}),
+        ("/tei/tokenize", {"inputs": "a", "add_special_tokens": None}),
+        ("/cohere/v2/embed", {"texts": ["a"], "truncate": None, "embedding_types": None}),
+        ("/hf/pipeline/feature-extraction", {"inputs": "a", "parameters": None, "options": None}),
+        # Weaviate's text2vec-huggingface.
+        ("/hf/pipeline/feature-extraction", {"inputs": ["a"], "options": OPTIONS}),
+        ("/tei", {"inputs": ["a"], "options": OPTIONS}),
+        ("/tei/embed", {"inputs": ["a"], "options": OPTIONS}),
+        # huggingface_hub's text_classification and sentence_similarity.
+        ("/tei", {"inputs": "a", "parameters": {}}),
+        ("/tei", {"inputs": "a", "parameters": {"top_k": 1, "function_to_apply": "softmax"}}),
+        ("/tei", {"inputs": {"source_sentence": "a", "sentences": ["b"]}, "parameters": {}}),
+        # What infinity and vLLM ignore.
+        ("/infinity/embeddings", {"input": ["a"], "input_type": "query"}),
+        ("/vllm/pooling", {"input": ["a"], "cache_salt": "b"}),
+        ("/vllm/rerank", {"query": "a", "documents": ["b"], "return_documents": True}),
+    ],
+)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_bodies_of_usual_clients(requests: Requests, path: str, body: object) -> None:
+    """Null is not given, and an API ignores what its own server ignores."""
+    await requests.post(path, body)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_paths_that_clients_call_first(requests: Requests) -> None:
+    """Clients of vLLM and of KServe's first protocol list the models, and predict."""
+    (model,) = (await requests.get("/vllm/v1/models"))["data"]
+    assert ("tasks@1", True) == (model["id"], (await requests.get("/v1/models/tasks"))["ready"])
+    assert {"version"} == {*(await requests.get("/vllm/version"))}
+    expected = (await requests.post("/embed", {"inputs": ["a", "b"]}))["embeddings"]
+    path = "/v1/models/tasks:predict"
+    found = (await requests.post(path, {"instances": ["a", "b"], "signature_name": "x"}))[
+        "predictions"
+    ]
+    np.testing.assert_allclose(expected, found, atol=1e-6)
+    many = {"instances": ["a"] * (MOST_INPUTS + 1)}
+    assert 400 == (await requests.refuse(path, many))[0]
+    labels = await requests.post("/tei", {"inputs": "a", "parameters": {}})
+    assert labels == await requests.post("/tei/predict", {"inputs": "a"})
 
 
 async def test_root_dialect(client_with: Connect) -> None:
