@@ -8,17 +8,26 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
-import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive
 
-from service.api.ndjson import NdjsonResponse, NdjsonStream, line, wants_lines
+from service.api.json_responses import JsonResponse
+from service.api.ndjson import InLines, NdjsonResponse, NdjsonStream, line, wants_lines
 from service.api.request_body import answer_in_time, read_body, read_json
 from service.api.schemas import Request, most_parts, parse, refuse_long
-from service.engines.engine import Engine, EngineTask, Reply, Ticket
+from service.engines.engine import (
+    BYTES_PER_TOKEN,
+    CHARACTERS_PER_TOKEN,
+    LARGE_BYTES,
+    Engine,
+    EngineTask,
+    Reply,
+    Ticket,
+)
 from service.engines.result_collector import OnResult
 from service.errors import InvalidInput, QuartetError
 from service.middleware.body_memory import MemoryReservation
@@ -26,6 +35,7 @@ from service.middleware.request_context import RequestContext, context_of
 from service.middleware.service_state import Service, timeout_s
 from service.observability.logs import log_bug
 from service.scheduling.entries import Heads
+from service.scheduling.load import Flow
 from service.settings import UnknownModelRule
 
 R = TypeVar("R", bound=Request)
@@ -52,11 +62,12 @@ class Call(Generic[R]):
         if self.in_lines:
             return await self._stream(task, name, show)
         reply = await self.compute(task)
-        began = time.perf_counter()
-        results = [None if result is None else show(result) for result in reply.results]
-        response = self.respond(reply, {f"{name}s": results})
-        self.context.stages += (time.perf_counter() - began,)
-        return response
+
+        def content() -> object:
+            results = [None if result is None else show(result) for result in reply.results]
+            return self._content(reply, {f"{name}s": results})
+
+        return json_response(content, self.headers(reply))
 
     async def compute(
         self,
@@ -73,6 +84,7 @@ class Call(Generic[R]):
         reply = await self.within_deadline(self.engine.answer(task, self.ticket, heads, on_result))
         timing = reply.timing
         self.context.tokens = reply.usage.tokens
+        self.context.answer_bytes += reply.answer_bytes
         self.context.batch_size = timing.batch_size
         self.context.batch_tokens = timing.batch_tokens
         self.context.stages += (
@@ -91,6 +103,11 @@ class Call(Generic[R]):
     async def within_deadline(self, work: Coroutine[Any, Any, W]) -> W:
         """Await work that needs no device until the client disconnects or the deadline passes."""
         return await answer_in_time(work, self.receive, self.ticket.deadline, self.context.leaving)
+
+    async def show(self, reply: Reply[Any], work: Callable[[], W]) -> W:
+        """Run work on the results of a reply, in a text thread if they may be large."""
+        size = reply.answer_bytes // BYTES_PER_TOKEN
+        return await self.within_deadline(self.engine.run(work, size, self.ticket))
 
     def respond(self, reply: Reply[Any], results: Mapping[str, object]) -> Response:
         """Return a response with these fields and the fields that every task has."""
@@ -121,16 +138,18 @@ class Call(Generic[R]):
         """
         lines = NdjsonStream()
 
-        def on_result(index: int, result: T | None) -> None:
-            lines.add({"index": index, name: None if result is None else show(result)})
+        in_lines = InLines(task, name, show)
 
-        def ended(asking: asyncio.Task[Reply[T]]) -> None:
+        def on_result(index: int, made: bytes | None) -> None:
+            lines.add(made or in_lines.line(index, None))
+
+        def ended(asking: asyncio.Task[Reply[bytes]]) -> None:
             if not asking.cancelled():
                 # Marks the exception as retrieved, since the client may have disconnected.
                 asking.exception()
             lines.end()
 
-        asking = asyncio.create_task(self.compute(task, on_result=on_result))
+        asking = asyncio.create_task(self.compute(in_lines, on_result=on_result))
         asking.add_done_callback(ended)
         try:
             first = await lines.take()
@@ -145,7 +164,7 @@ class Call(Generic[R]):
         )
 
     async def _chunks(
-        self, first: bytes, lines: NdjsonStream, asking: asyncio.Task[Reply[T]]
+        self, first: bytes, lines: NdjsonStream, asking: asyncio.Task[Reply[bytes]]
     ) -> AsyncIterator[bytes]:
         try:
             chunk = first
@@ -288,9 +307,24 @@ def reserve_memory(service: Service, context: RequestContext) -> Callable[[int],
     return reservation.take
 
 
-def json_response(content: object, headers: Mapping[str, str] | None = None) -> Response:
-    body = orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
-    return Response(body, headers=headers, media_type="application/json")
+def json_response(content: Any, headers: Mapping[str, str] | None = None) -> Response:
+    """Return a response. content: a value, or a function that returns it, where making it takes time"""
+    return JsonResponse(content, headers)
+
+
+async def finish_response(request: HttpRequest, response: JsonResponse) -> None:
+    """Make the body of a response, in a text thread if it may be large."""
+    context, began = context_of(request.scope), time.perf_counter()
+    if context.answer_bytes <= LARGE_BYTES:
+        response.finish()
+    else:
+        threads = service_of(request).open_engines().text_threads
+        flow = Flow(context.model, context.priority, context.tenant)
+        size = CHARACTERS_PER_TOKEN * context.answer_bytes // BYTES_PER_TOKEN
+        work = threads.run(flow, size, partial(response.finish, in_pieces=True))
+        await answer_in_time(work, request.receive, deadline_of(request), context.leaving)
+    if context.stages:
+        context.stages += (time.perf_counter() - began,)
 
 
 def service_of(request: HttpRequest) -> Service:

@@ -15,7 +15,14 @@ from tokenizers import Tokenizer
 
 from service.api import openapi
 from service.api.compression import compress
-from service.api.engine_call import Call, json_response, receive_call, service_of
+from service.api.engine_call import (
+    Call,
+    finish_response,
+    json_response,
+    receive_call,
+    service_of,
+)
+from service.api.json_responses import JsonResponse
 from service.api.responses import (
     AnalyzeResponse,
     ClassifyResponse,
@@ -77,6 +84,8 @@ def plain(endpoint: Callable[[Request], Awaitable[Response]]) -> ASGIApp:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         response = await endpoint(request)
+        if isinstance(response, JsonResponse):
+            await finish_response(request, response)
         least = service_of(request).settings.gzip_min_bytes
         if least and len(response.body) >= least:
             await compress(response, context_of(scope).headers.get("accept-encoding", ""))

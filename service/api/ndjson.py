@@ -1,11 +1,19 @@
 """Newline-delimited JSON: a response that the server sends line by line as results arrive."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
 
-import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+from service.api.json_responses import dump, pieces
+from service.engines.engine import LARGE_BYTES, Engine, EngineTask
+from service.engines.task_plan import TaskPlan
+from service.scheduling.entries import Heads, Outputs
+
+T = TypeVar("T")
 
 MEDIA_TYPE = "application/x-ndjson"
 
@@ -16,7 +24,29 @@ def wants_lines(accept: str) -> bool:
 
 
 def line(content: object) -> bytes:
-    return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+    return dump(content) + b"\n"
+
+
+@dataclass(frozen=True, slots=True)
+class InLines(Generic[T]):
+    """A task whose results are lines, made in the thread that decodes them."""
+
+    task: EngineTask[T]
+    name: str
+    show: Callable[[T], object]
+
+    def plan(self, engine: Engine, heads: Heads) -> TaskPlan[Any, bytes]:
+        plan: TaskPlan[Any, Any] = self.task.plan(engine, heads)
+
+        def decode(index: int, item: Any, outputs: list[Outputs]) -> bytes:
+            is_large = plan.answer_bytes(index, item) > LARGE_BYTES
+            return self.line(index, plan.decode(index, item, outputs), is_large)
+
+        return replace(plan, decode=decode, result_bytes=plan.result_bytes and len)
+
+    def line(self, index: int, result: T | None, is_large: bool = False) -> bytes:
+        content = {"index": index, self.name: None if result is None else self.show(result)}
+        return b"".join([*pieces(content), b"\n"]) if is_large else line(content)
 
 
 class NdjsonStream:
@@ -27,8 +57,8 @@ class NdjsonStream:
         self._ended = False
         self._more = asyncio.Event()
 
-    def add(self, content: object) -> None:
-        self._waiting.append(line(content))
+    def add(self, made: bytes) -> None:
+        self._waiting.append(made)
         self._more.set()
 
     def end(self) -> None:

@@ -15,6 +15,7 @@ from service.core import decode
 from service.core.decode import OffsetUnit
 from service.core.encode import Encoded
 from service.engines.engine import Engine
+from service.engines.task_plan import CHARACTER_BYTES, SCORED_BYTES
 from service.errors import InvalidInput
 
 router = make_router()
@@ -48,11 +49,9 @@ async def answer_tokens(
     show: Callable[[Sequence[Encoded]], object],
 ) -> Response:
     """Split texts, or pairs, into tokens, and return them in the form that `show` gives them."""
-    engine = call.engine
-    found = await call.within_deadline(engine.tokenize(texts, pairs, call.ticket))
-    tokens = sum(item.tokens for item in found)
-    work = engine.run(lambda: json_response(show(found)), tokens, call.ticket)
-    return await call.within_deadline(work)
+    found = await call.within_deadline(call.engine.tokenize(texts, pairs, call.ticket))
+    call.context.answer_bytes = SCORED_BYTES * sum(item.tokens for item in found)
+    return json_response(lambda: show(found))
 
 
 def token_list(
@@ -98,4 +97,6 @@ async def join_tokens(
                 param=f"ids[{index}]",
             )
     work = engine.detokenize(sequences, skip_special_tokens, call.ticket)
-    return await call.within_deadline(work)
+    texts = await call.within_deadline(work)
+    call.context.answer_bytes = CHARACTER_BYTES * sum(map(len, texts))
+    return texts

@@ -39,6 +39,8 @@ INLINE_CHARACTERS = 4096
 INLINE_TOKENS = 4096
 # Per encoding call of a large request; limits the temporary memory of encoding.
 PART_CHARACTERS = LONG_CHARACTERS
+BYTES_PER_TOKEN = 256  # the size of writing results in JSON, in tokens
+LARGE_BYTES = BYTES_PER_TOKEN * INLINE_TOKENS  # of results that a text thread writes
 CHARACTERS_PER_TOKEN = 4  # the size of decoding in a text thread, in characters
 
 

@@ -35,6 +35,7 @@ class RequestContext:
     # Each function is called with this context when the request is over.
     on_finish: list[Callable[["RequestContext"], object]] = field(default_factory=list)
     characters: int = 0  # of the request's texts, once they are known
+    answer_bytes: int = 0  # the largest size of the results in JSON
     submitted_tokens: int = 0  # tokens of those texts
     model: str = ""
     task: str = ""

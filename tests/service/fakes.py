@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from service.api.ndjson import InLines
 from service.api.schemas import Request
 from service.core.bundle import Head, LateInteraction
 from service.core.decode import AnswerSpan, EntitySpan, LabelScore, SparseVector, TokenScore
@@ -79,6 +80,8 @@ class FakeEngine:
         heads: Heads = (),
         on_result: OnResult[Any] | None = None,
     ) -> Reply[Any]:
+        lines = task if isinstance(task, InLines) else None
+        task = lines.task if lines else task
         head, found = fake_results(task)
         results = [None if index in self.bad else one for index, one in enumerate(found)]
         self.asked, self.heads, self.ticket = as_task(task), heads, ticket
@@ -86,7 +89,8 @@ class FakeEngine:
         if ticket.on_submit is not None:
             ticket.on_submit(TOKENS)
         for index, result in enumerate(results if on_result else ()):
-            on_result(index, result)
+            made = result is not None and lines is not None
+            on_result(index, lines.line(index, result) if made else result)
             if index + 1 == self.tell_first:
                 break
         try:

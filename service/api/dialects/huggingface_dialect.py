@@ -324,9 +324,12 @@ def of_inputs(
     call: Call[Any], reply: Reply[T], show: Callable[[T], object], *, nested: bool = False
 ) -> Response:
     """Return the result of a text, or a list of the results of several texts. nested: a list in both cases"""
-    results = [show(result) for result in reply.results if result is not None]
-    is_list = nested or call.body.inputs.is_batch
-    return json_response(results if is_list else results[0], call.headers(reply))
+
+    def content() -> object:
+        results = [show(result) for result in reply.results if result is not None]
+        return results if nested or call.body.inputs.is_batch else results[0]
+
+    return json_response(content, call.headers(reply))
 
 
 async def classify_texts(call: Call[HfClassifyRequest]) -> Response:

@@ -151,8 +151,12 @@ async def infer(request: HttpRequest) -> Response:
     body = add_fields(await receive_infer(request, deadline), {"model": model_of(request)})
     call = open_call(request, InferRequest, body, earlier(deadline, body))
     reply = await call.compute(make_task(call.engine, call.body))
-    tensors = to_tensors(call.engine, call.body, reply)
-    return infer_response(call, tensors, call.headers(reply))
+
+    def respond() -> Response:
+        tensors = to_tensors(call.engine, call.body, reply)
+        return infer_response(call, tensors, call.headers(reply))
+
+    return await call.show(reply, respond)
 
 
 async def receive_infer(request: HttpRequest, deadline: float) -> object:

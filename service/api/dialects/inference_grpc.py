@@ -130,8 +130,12 @@ async def infer(request: HttpRequest, asked: Any) -> Any:
     answer = messages.ModelInferResponse(
         model_name=manifest.name, model_version=manifest.version, id=asked.id
     )
-    for tensor in to_tensors(call.engine, call.body, reply):
-        add_output(answer, tensor, raw=bool(asked.raw_input_contents))
+
+    def add_outputs() -> None:
+        for tensor in to_tensors(call.engine, call.body, reply):
+            add_output(answer, tensor, raw=bool(asked.raw_input_contents))
+
+    await call.show(reply, add_outputs)
     return answer
 
 
@@ -239,7 +243,8 @@ def add_output(answer: Any, tensor: OutputTensor, *, raw: bool) -> None:
     elif isinstance(tensor.values, list):
         output.contents.bytes_contents.extend(tensor.values)
     else:
-        output.contents.fp32_contents.extend(tensor.values.ravel())
+        for row in tensor.values:  # other threads run between two rows
+            output.contents.fp32_contents.extend(row)
 
 
 # -- server ---------------------------------------------------------------------------------------

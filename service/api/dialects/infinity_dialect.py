@@ -213,8 +213,12 @@ async def classify(request: HttpRequest) -> Response:
     body = call.body
     task = Classification(inputs=body.input, function_to_apply="none" if body.raw_scores else None)
     reply = await call.compute(task)
-    data = [[*map(label, found)] for found in filled(reply.results)]
-    return respond(call, reply, {"object": "classify", "data": data})
+
+    def content() -> dict[str, object]:
+        data = [[*map(label, found)] for found in filled(reply.results)]
+        return framed(call, reply, {"object": "classify", "data": data})
+
+    return json_response(content, call.headers(reply))
 
 
 @router.post("/rerank", **openapi.dialect(InfinityRerankRequest, InfinityRerankResponse, TAG))
@@ -233,14 +237,17 @@ async def rerank(request: HttpRequest) -> Response:
 
 def respond(call: Call[Any], reply: Reply[Any], results: dict[str, object]) -> Response:
     """Return a response with these fields and the fields that every response has."""
-    content = {
+    return json_response(framed(call, reply, results), call.headers(reply))
+
+
+def framed(call: Call[Any], reply: Reply[Any], results: dict[str, object]) -> dict[str, object]:
+    return {
         **results,
         "model": call.engine.id,
         "usage": usage(reply),
         "id": call.make_id("infinity"),
         "created": int(time.time()),
     }
-    return json_response(content, call.headers(reply))
 
 
 @router.get("/models", **openapi.dialect_page(InfinityModelList, TAG))

@@ -323,11 +323,14 @@ async def embed_sparse(request: HttpRequest) -> Response:
     """The weights of tokens for each text, by the model's sparse head."""
     call = await receive_call(request, TeiEmbedSparseRequest)
     reply = await call.compute(SparseEmbedding(inputs=call.body.inputs, truncate=call.body.cuts))
-    shown = [
-        [*map(weight, found.indices.tolist(), found.values.tolist())]
-        for found in filled(reply.results)
-    ]
-    return json_response(shown, call.headers(reply))
+
+    def content() -> object:
+        return [
+            [*map(weight, found.indices.tolist(), found.values.tolist())]
+            for found in filled(reply.results)
+        ]
+
+    return json_response(content, call.headers(reply))
 
 
 def weight(index: int, value: float) -> dict[str, object]:
@@ -363,8 +366,12 @@ async def label_sequences(call: Call[TeiPredictRequest]) -> Response:
             for index, result in zip(places, reply.results, strict=True)
             if result is not None
         }
-    shown = [[*map(label, found[index])] for index in range(len(lists))]
-    return json_response(shown if body.inputs.is_batch else shown[0], call.headers(reply))
+
+    def content() -> object:
+        shown = [[*map(label, found[index])] for index in range(len(lists))]
+        return shown if body.inputs.is_batch else shown[0]
+
+    return json_response(content, call.headers(reply))
 
 
 @router.post("/rerank", **openapi.dialect(TeiRerankRequest, list[TeiRank], TAG))

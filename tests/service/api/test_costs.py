@@ -15,7 +15,9 @@ import pytest
 import pytest_asyncio
 from fastapi import FastAPI
 
+from service.api import engine_call
 from service.api.app import create_app
+from service.api.json_responses import JsonResponse
 from service.engines.engine import INLINE_CHARACTERS, Engine, Reply
 from service.engines.task_plan import Limits, TaskPlan
 from service.observability.metrics import Metrics
@@ -274,6 +276,24 @@ async def test_answers_are_bounded(path: str, no_answers: Service) -> None:
     for body in BODIES[path]:
         if "targets" not in str(body):
             assert "max_response_bytes" in (await no_answers[1].post(url(path), json=body)).text
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_large_answers_leave_the_event_loop(
+    path: str, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The body of a response is made in a text thread if the engine expects a large one."""
+    monkeypatch.setattr(engine_call, "LARGE_BYTES", 0)
+    finish, threads = JsonResponse.finish, []
+
+    def finished(*arguments: Any, **options: Any) -> None:
+        threads.append(threading.current_thread().name)
+        finish(*arguments, **options)
+
+    monkeypatch.setattr(JsonResponse, "finish", finished)
+    reply = await service[1].post(url(path), json=BODIES[path][0])
+    assert reply.status_code == 200, reply.text
+    assert [True] == [name.startswith("text-") for name in threads]
 
 
 W = LONG * 45  # 236,250 characters

@@ -44,15 +44,15 @@ def test_the_accept_header_selects_ndjson(accept: str, lines: bool) -> None:
 async def test_what_came_meanwhile_is_taken_together() -> None:
     """Waiting lines are sent at once, and the end after them."""
     lines = NdjsonStream()
-    lines.add({"index": 1})
-    lines.add({"index": 0})
+    lines.add(line({"index": 1}))
+    lines.add(line({"index": 0}))
     assert b'{"index":1}\n{"index":0}\n' == await lines.take()
     taking = asyncio.create_task(lines.take())
     await asyncio.sleep(0)
     assert not taking.done()
-    lines.add([])
+    lines.add(line([]))
     assert b"[]\n" == await taking
-    lines.add(7)
+    lines.add(line(7))
     lines.end()
     assert [b"7\n", b"", b""] == [await lines.take() for _ in range(3)]
 

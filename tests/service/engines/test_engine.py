@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 from numpy.typing import NDArray
 
-from service.api.engine_call import json_response
+from service.api.json_responses import JsonResponse
 from service.api.responses import ModelsResponse
 from service.core import bundle, decode
 from service.core.encode import Cut, Encoded, Encoder, Encoding, parse_tokenizer
@@ -154,7 +154,8 @@ async def test_the_description_has_the_memory_of_the_graph_that_runs(
     async with open_local_engines(
         Metrics(), Settings(bundles=(folder,), provider="cpu", threads=1)
     ) as engines:
-        response = json_response({"models": [engine.describe() for engine in engines.all()]})
+        response = JsonResponse({"models": [engine.describe() for engine in engines.all()]})
+        response.finish()
     (model,) = ModelsResponse.model_validate_json(response.body).models
     assert model.memory is not None
     assert model.memory.model_dump() == manifest["graphs"][0]["memory"]
