@@ -194,6 +194,7 @@ class Call(Generic[R]):
                 total=self.context.seconds,
             ),
             "X-Quartet-Batch": f"size={timing.batch_size};tokens={timing.batch_tokens}",
+            "X-Quartet-Head": ", ".join(reply.heads),
             "X-Quartet-Model": self.engine.fingerprint,
         }
 

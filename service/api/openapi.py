@@ -266,6 +266,7 @@ RESPONSE_HEADERS: dict[str, str] = {
     "X-Request-Id": "The request's name, as given or made up.",
     "Server-Timing": "Milliseconds of parse, encode, queue, inference, return and decode, and in total.",
     "X-Quartet-Batch": "The batch that the answer rode in: `size=8;tokens=312`.",
+    "X-Quartet-Head": "The heads that the results are from.",
     "X-Quartet-Model": "The bundle's hash, precision, provider and runtime.",
 }
 

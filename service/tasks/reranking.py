@@ -20,6 +20,9 @@ from service.tasks.sparse_embedding import SparseRanking
 
 T = TypeVar("T")
 
+# The tasks whose heads rank documents for a model without a cross-encoder, the best first.
+WITHOUT_CROSS_ENCODER: Sequence[Task] = ("late-interaction", "embedding", "sparse-embedding")
+
 
 class Ranking(EngineTask[T], Protocol[T]):
     """A task whose results make a score for each document of a request."""
@@ -104,8 +107,8 @@ def select_cross_encoder(engine: Engine, wanted: Heads) -> str:
     return name
 
 
-def select_ranking_head(engine: Engine, tasks: Sequence[Task]) -> str | None:
-    """Return the first head of these tasks for a model without a cross-encoder; None for one that has it.
+def select_ranking_head(engine: Engine) -> str | None:
+    """Return the head that ranks documents for a model without a cross-encoder; None for one that has it.
 
     None, too, for a model without any of these: `make_ranking` then makes a ranking that raises UnknownHead.
     """
@@ -113,7 +116,7 @@ def select_ranking_head(engine: Engine, tasks: Sequence[Task]) -> str | None:
     if any(is_cross_encoder(head) for head in heads.values()):
         return None
     by_task = {head.task: name for name, head in reversed(heads.items())}
-    return next((by_task[task] for task in tasks if task in by_task), None)
+    return next((by_task[task] for task in WITHOUT_CROSS_ENCODER if task in by_task), None)
 
 
 def is_cross_encoder(head: Head) -> bool:

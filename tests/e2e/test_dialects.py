@@ -70,7 +70,6 @@ def test_tei_errors(server: Server) -> None:
         ("/embed", {"inputs": []}, 422),
         ("/embed", {"inputs": [""] * 9}, 413),
         ("/predict", {"inputs": [["a", "b", "c"]]}, 422),
-        ("/rerank", {"query": "a", "texts": ["b"]}, 404),
         ("/embed_all", {"inputs": "a"}, 404),
         ("/decode", {"ids": [99999]}, 422),
         ("/embed", {"inputs": "a", "truncation_direction": "left"}, 422),

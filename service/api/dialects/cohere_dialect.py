@@ -348,12 +348,8 @@ async def rerank_v2(request: HttpRequest) -> Response:
 
 async def rank_texts(call: Call[CohereRerankRequest], meta: Mapping[str, object]) -> Response:
     body = call.body
-    reply, ranked = await rank_request(call, body)
-    results = [
-        {"index": place, "relevance_score": score}
-        | ({"document": as_object(body.documents[place])} if body.return_documents else {})
-        for place, score in ranked
-    ]
+    show = (lambda one: {"document": as_object(one)}) if body.return_documents else None
+    reply, results = await rank_request(call, show=show)
     units = -(-len(body.documents) // DOCUMENTS_PER_SEARCH)
     content = {
         "id": call.context.request_id,

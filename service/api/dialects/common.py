@@ -1,6 +1,6 @@
 """What several dialects have in common: fields, texts or token ids, rankings, vectors, usage and error statuses."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
@@ -19,7 +19,6 @@ from service.engines.engine import Engine, Reply
 from service.errors import InvalidInput, QuartetError, TooLarge
 from service.tasks.fields import AtLeastOne
 from service.tasks.reranking import (
-    Ranked,
     Reranking,
     is_cross_encoder,
     make_ranking,
@@ -213,13 +212,9 @@ class DocumentsRequest(Request):
         None, description="documents to return; all of them when absent"
     )
 
-    @property
-    def document_texts(self) -> list[str]:
-        return [text_of(document) or "" for document in self.documents]
-
     def texts(self) -> Iterator[tuple[str, str]]:
         yield "query", self.query
-        yield from numbered("documents", self.document_texts)
+        yield from numbered("documents", (text_of(one) or "" for one in self.documents))
 
 
 # -- responses ------------------------------------------------------------------------------------
@@ -260,21 +255,32 @@ class OpenAIUsage(BaseModel):
 
 async def rank_request(
     call: Call[Any],
-    body: DocumentsRequest,
     *,
     raw_scores: bool | None = False,
     truncate: Truncate = "window",
-    by: Sequence[Task] = ("late-interaction",),
-) -> tuple[Reply[Any], list[Ranked]]:
-    """Rank the documents of a request by a cross-encoder, or by the first head of the tasks `by` without one."""
+    score: str = "relevance_score",
+    show: Callable[[Any], Mapping[str, object]] | None = None,
+) -> tuple[Reply[Any], list[dict[str, object]]]:
+    """Rank the documents of a request by a cross-encoder, or by another head of a model without one.
+
+    Return the reply, and an object for each document by falling relevance, with its `index` and its score.
+
+    score: the name of the score
+    show: returns further fields of a document's object
+    """
+    body = call.body
     asked = Reranking(
         query=body.query,
-        documents=body.document_texts,
+        documents=[text_of(document) or "" for document in body.documents],
         raw_scores=raw_scores or False,
         truncate=truncate,
     )
-    ranking = make_ranking(call.engine, select_ranking_head(call.engine, by), asked)
-    return await rank_documents(call, ranking, body.top_n or None)
+    ranking = make_ranking(call.engine, select_ranking_head(call.engine), asked)
+    reply, ranked = await rank_documents(call, ranking, getattr(body, "top_n", None) or None)
+    return reply, [
+        {"index": place, score: relevance, **(show(body.documents[place]) if show else {})}
+        for place, relevance in ranked
+    ]
 
 
 def abilities(engine: Engine) -> list[str]:
@@ -283,7 +289,7 @@ def abilities(engine: Engine) -> list[str]:
     tasks: set[Task] = {head.task for head in heads}
     able = {
         "embed": "embedding" in tasks,
-        "rerank": "late-interaction" in tasks or any(map(is_cross_encoder, heads)),
+        "rerank": any(is_cross_encoder(head) or head.gives_vectors for head in heads),
         "classify": "classification" in tasks,
     }
     return [name for name, has in able.items() if has]

@@ -226,12 +226,8 @@ async def rerank(request: HttpRequest) -> Response:
     """The documents by falling relevance to a query."""
     call = await receive_call(request, InfinityRerankRequest)
     body = call.body
-    reply, ranked = await rank_request(call, body, raw_scores=body.raw_scores)
-    results = [
-        {"relevance_score": score, "index": place}
-        | ({"document": text_of(body.documents[place])} if body.return_documents else {})
-        for place, score in ranked
-    ]
+    show = (lambda one: {"document": text_of(one)}) if body.return_documents else None
+    reply, results = await rank_request(call, raw_scores=body.raw_scores, show=show)
     return respond(call, reply, {"object": "rerank", "results": results})
 
 

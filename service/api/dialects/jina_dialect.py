@@ -62,12 +62,8 @@ async def rerank(request: HttpRequest) -> Response:
     """The documents by falling relevance to a query."""
     call = await receive_call(request, JinaRerankRequest)
     body = call.body
-    reply, ranked = await rank_request(call, body)
-    results = [
-        {"index": place, "relevance_score": score}
-        | ({"document": {"text": text_of(body.documents[place])}} if body.return_documents else {})
-        for place, score in ranked
-    ]
+    show = (lambda one: {"document": {"text": text_of(one)}}) if body.return_documents else None
+    reply, results = await rank_request(call, show=show)
     content = {
         "model": call.engine.id,
         "object": "list",

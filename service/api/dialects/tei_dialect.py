@@ -17,7 +17,15 @@ from starlette.responses import Response
 
 from service import __version__
 from service.api import openapi
-from service.api.dialects.common import REFUSED, ErrorBody, Lenient, allowed, filled, refused
+from service.api.dialects.common import (
+    REFUSED,
+    ErrorBody,
+    Lenient,
+    allowed,
+    filled,
+    rank_request,
+    refused,
+)
 from service.api.engine_call import Call, json_response, receive_call, service_of
 from service.api.native_routes import label, make_router, numbers
 from service.api.schemas import DetokenizeRequest, Request, numbered
@@ -31,7 +39,6 @@ from service.tasks.classification import Classification
 from service.tasks.embedding import Embedding
 from service.tasks.fields import AtLeastOne, Inputs, NotBlank, ServedName, Strict, Texts
 from service.tasks.late_interaction import TokenEmbedding
-from service.tasks.reranking import Reranking, rank
 from service.tasks.similarity import Similarity
 from service.tasks.sparse_embedding import SparseEmbedding
 
@@ -376,22 +383,14 @@ async def label_sequences(call: Call[TeiPredictRequest]) -> Response:
 
 @router.post("/rerank", **openapi.dialect(TeiRerankRequest, list[TeiRank], TAG))
 async def rerank(request: HttpRequest) -> Response:
-    """The texts by falling score, by the model's cross-encoder."""
+    """The texts by falling score, by the model's cross-encoder, or by vectors of a model without one."""
     call = await receive_call(request, TeiRerankRequest)
     body = call.body
-    task = Reranking(
-        query=body.query,
-        documents=body.documents,
-        raw_scores=body.raw_scores or False,
-        truncate=body.cuts,
+    show = (lambda one: {"text": one}) if body.return_text else None
+    reply, results = await rank_request(
+        call, raw_scores=body.raw_scores, truncate=body.cuts, score="score", show=show
     )
-    reply = await call.compute(task)
-    shown = [
-        {"index": place, "score": score}
-        | ({"text": body.documents[place]} if body.return_text else {})
-        for place, score in rank(reply.results)
-    ]
-    return json_response(shown, call.headers(reply))
+    return json_response(results, call.headers(reply))
 
 
 @router.post("/similarity", **openapi.dialect(TeiSimilarityRequest, list[float], TAG))

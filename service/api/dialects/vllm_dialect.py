@@ -65,7 +65,6 @@ ERROR_TYPES: Mapping[int, str] = {
     404: "NotFoundError",
     429: "RateLimitError",
 }
-VECTORS: Sequence[Task] = ("late-interaction", "embedding")  # whose heads compare texts, too
 # The pairs of fields that the texts of /score may have.
 SIDES = (
     ("text_1", "text_2"),
@@ -339,7 +338,7 @@ async def score(request: HttpRequest) -> Response:
     """The score of each pair of texts: by a cross-encoder, by vectors of tokens or by vectors of texts."""
     call = await receive_call(request, VllmScoreRequest)
     body, engine = call.body, call.engine
-    head = select_ranking_head(engine, VECTORS)
+    head = select_ranking_head(engine)
     reply: Reply[Any]
     if head is None and len(body.first) > 1:
         reply, scores = await score_pairs(call)
@@ -445,17 +444,10 @@ async def rerank(request: HttpRequest) -> Response:
     """The documents by falling score: by a cross-encoder, by vectors of tokens or by vectors of texts."""
     call = await receive_call(request, VllmRerankRequest)
     body = call.body
-    reply, ranked = await rank_request(
-        call, body, raw_scores=body.raw_scores, truncate=body.cuts, by=VECTORS
+    show = lambda one: {"document": {"text": text_of(one)}}  # noqa: E731
+    reply, results = await rank_request(
+        call, raw_scores=body.raw_scores, truncate=body.cuts, show=show
     )
-    results = [
-        {
-            "index": place,
-            "document": {"text": text_of(body.documents[place])},
-            "relevance_score": score,
-        }
-        for place, score in ranked
-    ]
     content = {
         "id": call.make_id("rerank", body.request_id),
         "model": call.engine.id,

@@ -10,19 +10,17 @@ from tests.service.tasks.helpers import engine
 CROSS = {"task": "classification", "labels": ["relevance"], "pooling": None, "dimensions": None}
 CLASSES = {**CROSS, "labels": ["good", "bad"]}
 TOKENS = {"task": "late-interaction", "pooling": None, "late_interaction": {}}
-BOTH = ("late-interaction", "embedding")
 
 
 @pytest.mark.parametrize(
-    ("heads", "tasks", "expected"),
+    ("heads", "expected"),
     [
-        ({"classes": CLASSES, "cross": CROSS, "vectors": {}}, BOTH, None),
-        ({"vectors": {}, "tokens": TOKENS}, BOTH, "tokens"),
-        ({"classes": CLASSES, "first": {}, "second": {}}, BOTH, "first"),
-        ({"vectors": {}}, ("late-interaction",), None),
-        ({"classes": CLASSES}, BOTH, None),
+        ({"classes": CLASSES, "cross": CROSS, "vectors": {}}, None),
+        ({"vectors": {}, "tokens": TOKENS}, "tokens"),
+        ({"classes": CLASSES, "first": {}, "second": {}}, "first"),
+        ({"classes": CLASSES}, None),
     ],
 )
-def test_ranking_heads(heads: dict[str, Any], tasks: Any, expected: str | None) -> None:
-    """A cross-encoder ranks, selected by None; else the first head of the first of the tasks."""
-    assert expected == select_ranking_head(engine(**heads), tasks)
+def test_ranking_heads(heads: dict[str, Any], expected: str | None) -> None:
+    """A cross-encoder ranks, selected by None; else the first head of the first task that gives vectors."""
+    assert expected == select_ranking_head(engine(**heads))

@@ -162,6 +162,39 @@ async def test_many_values(requests: Requests, path: str, body: object) -> None:
     await requests.post(path, body)
 
 
+RERANK = {
+    "/v1/rerank": {"documents": ["b", "c"]},
+    "/cohere/v1/rerank": {"documents": ["b", "c"]},
+    "/cohere/v2/rerank": {"documents": ["b", "c"]},
+    "/infinity/rerank": {"documents": ["b", "c"]},
+    "/vllm/rerank": {"documents": ["b", "c"]},
+    "/tei/rerank": {"texts": ["b", "c"]},
+}
+
+
+async def test_a_model_without_a_ranking_head_ranks_by_vectors(
+    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every API, with the head in a header; the native route requires the head in the request."""
+    monkeypatch.setattr("service.engines.local_device.WARM_UP_S", 0.001)
+    settings = Settings(bundles=(tiny_bundle,), provider="cpu", threads=1)
+    metrics = Metrics()
+    app = create_app(settings, partial(open_local_engines, metrics), metrics)
+    async with living(app) as client:
+        body = {"query": "a", "documents": ["b", "c"]}
+        assert 404 == (await client.post("/rerank", json=body)).status_code
+        native = await client.post("/rerank", json={**body, "head": "embeddings"})
+        expected = [(one["index"], pytest.approx(one["score"])) for one in native.json()["results"]]
+        for path, documents in RERANK.items():
+            response = await client.post(path, json={"query": "a", **documents})
+            assert 200 == response.status_code, (path, response.text)
+            assert "embeddings" == response.headers["X-Quartet-Head"]
+            found = response.json()
+            results = found if isinstance(found, list) else found["results"]
+            score = "score" if path.startswith("/tei") else "relevance_score"
+            assert expected == [(one["index"], one[score]) for one in results]
+
+
 OPTIONS = {"wait_for_model": True, "use_gpu": True, "use_cache": True}
 
 
