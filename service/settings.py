@@ -165,6 +165,12 @@ class Settings(BaseSettings):
         description="sequences times the squared length of the longest, in one batch on a GPU, for graphs whose"
         " attention may store that many scores; unset, from the GPU's memory; lower it if memory runs out",
     )
+    max_batch_ms: float = Field(
+        100.0,
+        gt=0,
+        description="expected time of a batch of several texts; lower it if short texts wait for long ones, raise it"
+        " for throughput on a slow machine",
+    )
     max_wait_ms: float = Field(
         0.0,
         ge=0,

@@ -201,6 +201,7 @@ class LocalDevice:
             max_batch_tokens=settings.max_batch_tokens,
             max_batch_size=settings.batch_size(kind),
             max_queue_tokens=self._queue_limit(),
+            max_batch_ms=settings.max_batch_ms,
             max_wait_ms=settings.max_wait_ms,
             observe=self._observe,
         )

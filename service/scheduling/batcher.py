@@ -80,6 +80,7 @@ class Batcher:
         max_batch_tokens: int = 16_384,
         max_batch_size: int = 64,
         max_queue_tokens: int = MAX_QUEUE_TOKENS,
+        max_batch_ms: float = math.inf,
         max_wait_ms: float = 0.0,
         observe: Callable[[BatchStats], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -90,7 +91,7 @@ class Batcher:
         self._clock = clock
         self._queue = FairQueue()
         self._threads = Threads(slots, self._receive)
-        budget = Budget(max_batch_tokens, max_batch_size)
+        budget = Budget(max_batch_tokens, max_batch_size, seconds=max_batch_ms / 1000)
         self.planner = Planner(self._queue, budget, slots, wide, max_wait_ms / 1000)
         self.admission = AdmissionControl(self._queue, self.planner, max_queue_tokens, clock)
         self._prefetch = Prefetch(self._queue, self.planner, self._threads)

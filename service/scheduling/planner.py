@@ -21,6 +21,7 @@ class Budget(NamedTuple):
     # B * S * S of B sequences, which limits the memory of attention on a GPU; S is the longest, rounded up to
     # `SLOT_MULTIPLE`.
     area: float = math.inf
+    seconds: float = math.inf  # expected; other entries wait for this long, or ride in the batch
 
 
 class Planned(NamedTuple):
@@ -63,9 +64,11 @@ def _cheapest(lead: Entry, others: Sequence[Entry], cost: Cost, budget: Budget) 
             continue
         if bounded and area(*together[1:]) > budget.area:
             continue
+        if (seconds := cost.seconds(*together)) > budget.seconds:
+            continue
         batch.append(entry)
         tokens, _, longest = together
-        prices.append(cost.seconds(*together) / tokens)
+        prices.append(seconds / tokens)
     enough = CHEAP_ENOUGH * min(prices)
     size = next(size for size, price in enumerate(prices, 1) if price <= enough)
     return batch[:size]
@@ -100,7 +103,7 @@ class Planner:
         width = self._width(model, pool, idle)
         cost = model.estimators[width].cost
         share = math.ceil(self._queue.tokens * width / (idle or self.slots))
-        limits = Budget(self.budget.tokens, self._size(model), share, model.area)
+        limits = self.budget._replace(size=self._size(model), share=share, area=model.area)
         batch = plan(pool, cost, limits, now)
         if not batch:
             return None
@@ -109,12 +112,15 @@ class Planner:
 
     def expected_rate(self, model: ModelStatistics) -> float:
         """Return the tokens per second of all slots in full batches of a model, by its measured cost."""
-        size = min(self._size(model), self.budget.tokens // model.mean_length)
+        mean, cost = model.mean_length, model.estimators[1].cost
+        size = min(self._size(model), self.budget.tokens // mean)
+        if self.budget.seconds < math.inf:
+            size = min(size, int(self.budget.seconds // cost.seconds(mean, 1, mean)))
         if model.area < math.inf:
-            size = min(size, int(model.area // area(1, model.mean_length)))
-        lengths = [model.mean_length] * max(size, 1)
+            size = min(size, int(model.area // area(1, mean)))
+        lengths = [mean] * max(size, 1)
         masks = round(len(lengths) * model.mean_masks)
-        return self.slots * model.estimators[1].cost.tokens_per_second(lengths, masks)
+        return self.slots * cost.tokens_per_second(lengths, masks)
 
     def _width(self, model: ModelStatistics, pool: Sequence[Entry], idle: int) -> int:
         """Return the slots of the next batch: several if idle, few entries wait, and it ends earlier, or as a trial."""

@@ -298,6 +298,8 @@ QUADRATIC = Cost(0.0, 0.01, 0.001)
         ([100, 10, 400], FIXED, ROOMY, [100, 10, 400]),  # padding costs nothing
         ([300, 3, 290, 4], RECTANGLE, ROOMY, [300, 290]),  # next to 300 tokens, 3 cost 300
         ([60, 50, 40], FIXED, Budget(150, 10), [60, 50, 40]),
+        ([5, 400, 400, 9], FIXED, Budget(1000, 10, seconds=1.5), [5, 9]),  # too long together
+        ([400, 5, 9], FIXED, Budget(1000, 10, seconds=1.5), [400]),  # a long text: alone
         ([60, 50, 40], RECTANGLE, Budget(150, 10), [60, 50]),  # padding is in the budget
         ([20, 30], RECTANGLE, ROOMY._replace(share=50), [20, 30]),  # and not in the share
         ([20, 30], RECTANGLE, ROOMY._replace(share=49), [20]),
