@@ -28,7 +28,8 @@ from service.core.device_table import KINDS, check_name, expected_kind
 from service.keys import PLAIN, Keys
 from service.variables import PREFIX, is_ours, variable
 
-ORIGIN = r"https?://[a-z0-9.-]+(:\d+)?|https?://\[[0-9a-f:.]+\](:\d+)?"  # as browsers write it
+# As browsers write it; programs made of pages have schemes of their own, such as app: and chrome-extension:.
+ORIGIN = r"[a-z][a-z0-9+.-]*://([a-z0-9.-]+|\[[0-9a-f:.]+\])(:\d+)?"
 # The names that Kubernetes makes of a Service's, and Docker of a link's: https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables
 LINK = re.compile(
     r"_SERVICE_(HOST|PORT(_[A-Z0-9_]+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$"

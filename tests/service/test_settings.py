@@ -89,10 +89,11 @@ def test_a_proxy_that_is_no_address_is_refused(trusted: str) -> None:
 
 def test_origins_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:
     """`QUARTET_CORS_ORIGINS` may name several."""
-    monkeypatch.setenv(
-        "QUARTET_CORS_ORIGINS", "https://a.org, http://localhost:3000,http://[::1]:80"
+    origins = (
+        *("https://a.org", "http://localhost:3000", "http://[::1]:80", "app://obsidian.md"),
+        *("chrome-extension://abcdefgh", "capacitor://localhost", "tauri://localhost"),
     )
-    origins = ("https://a.org", "http://localhost:3000", "http://[::1]:80")
+    monkeypatch.setenv("QUARTET_CORS_ORIGINS", ", ".join(origins))
     assert Settings().cors_origins == origins
 
 
