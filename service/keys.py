@@ -58,7 +58,7 @@ class KeyFile(BaseModel):
 
 def read_keys(path: Path) -> Keys:
     """Read the keys in a file. Raises OSError, and ValueError for invalid contents."""
-    return KeyFile.model_validate(tomllib.loads(path.read_text(encoding="utf-8"))).keys
+    return KeyFile.model_validate(tomllib.loads(path.read_text(encoding="utf-8-sig"))).keys
 
 
 def dump_keys(keys: Keys) -> bytes:

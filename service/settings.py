@@ -46,7 +46,8 @@ class Variables(EnvSettingsSource):
 
     def _load_env_vars(self) -> Mapping[str, str | None]:
         variables = super()._load_env_vars().items()
-        return {name: value for name, value in variables if value and not is_link(name, value)}
+        given = {name: value for name, value in variables if value and not is_link(name, value)}
+        return {name: without_marks(value) for name, value in given.items()}
 
 
 class Settings(BaseSettings):
@@ -422,12 +423,22 @@ def is_link(variable: str, value: str) -> bool:
     return bool(LINK.search(name) or (name.endswith("_PORT") and LINK_ADDRESS.match(value)))
 
 
+def without_marks(value: str) -> str:
+    """Return a value without quotation marks around it, which `--env-file` of containers does not remove."""
+    is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
+    return value[1:-1] if is_quoted else value
+
+
 def ignored_variables(environ: Mapping[str, str], closed: bool) -> list[str]:
-    """One line for each kind of `QUARTET_` variable that is ignored although it may have been meant as a setting.
+    """One line for each kind of `QUARTET_` variable whose value is not used as it stands.
 
     closed: whether the service has API keys
     """
-    lines = []
+    lines = [
+        f"{name}: the quotation marks around its value are left out"
+        for name, value in sorted(environ.items())
+        if is_ours(name) and value != without_marks(value)
+    ]
     if links := sorted(name for name, value in environ.items() if is_link(name, value)):
         lines.append(
             f"ignored, because Kubernetes sets them for a Service named quartet...: {', '.join(links)};"

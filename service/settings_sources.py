@@ -118,7 +118,7 @@ def config_file(given: Given) -> Path | None:
 def read_file(path: Path) -> Given:
     """Read the settings in a file; paths are relative to the file's directory. Raises ConfigError."""
     try:
-        read = tomllib.loads(path.read_text(encoding="utf-8"))
+        read = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise unreadable(path, error) from None
     if faults := [*strange(read)]:
@@ -215,7 +215,9 @@ def fault_of(fault: Given, origins: Mapping[str, str], path: Path | None) -> str
     """Return a message for one fault of a setting: its flag, its variable or the file and field, and the reason."""
     name, *inner = fault["loc"]
     place = fault["loc"] if origins[name] == str(path) else inner
-    return f"{origins[name]}: {dotted(place)}{reason(fault)}"
+    # Of a number, such as "8000 # the port" from a file of variables; a key is not shown.
+    shown = f", not {fault['input']!r}" if fault["type"].endswith("_parsing") else ""
+    return f"{origins[name]}: {dotted(place)}{reason(fault)}{shown}"
 
 
 def dotted(place: Sequence[int | str]) -> str:

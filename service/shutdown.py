@@ -17,7 +17,8 @@ DRAINING and HURRYING to its HTTP processes, and an HTTP process drains when the
 HTTP process has ended, the main process closes the channel of the inference process, which then ends. In STOPPED, the
 main process kills its children. While DRAINING, it restarts only a lost inference process, for the accepted requests.
 
-The log has "leaving" from the main process, and "draining" from each HTTP process. The exit status is 0, unless the
+The log has "leaving" and at last "stopped" from the main process, and "draining" from each HTTP process. The exit
+status is 0, unless the
 service could not continue.
 """
 

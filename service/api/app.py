@@ -170,7 +170,10 @@ async def lifespan(
 
 
 class BriefFailure:
-    """Middleware that reports in one line why the service cannot start. The traceback goes to the debug log."""
+    """Middleware that reports in one line why the service cannot start, and nothing where a signal ends it early.
+
+    The traceback of a failed start goes to the debug log.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -180,6 +183,8 @@ class BriefFailure:
             if message["type"] == "lifespan.startup.failed":
                 log.debug("cannot start", exc_info=True)
                 message = {**message, "message": f"cannot start: {exception()}"}
+            elif isinstance(exception(), asyncio.CancelledError):
+                message = {**message, "message": ""}
             await send(message)
 
         await self.app(scope, receive, send_brief if scope["type"] == "lifespan" else send)

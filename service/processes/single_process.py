@@ -35,6 +35,7 @@ def serve_in_one_process(
     metrics = Metrics(settings.keys)
     app = create_app(settings, partial(open_local_engines, metrics), metrics)
     SingleServer(app, settings, source).run([*listeners])
+    log.info("stopped")
 
 
 class SingleServer(Server):
@@ -64,6 +65,7 @@ class SingleServer(Server):
     def receive_signal(self, loop: asyncio.AbstractEventLoop, number: int) -> None:
         """Handle a stop signal in the thread that receives it, since the event loop may be busy."""
         if self.service.shutdown.stops_at(number):
+            log.info("stopped")
             exit_at_once(0)
         with suppress(RuntimeError):  # the loop is closed: the process ends anyway
             loop.call_soon_threadsafe(self.service.shutdown.receive_signal, number)

@@ -106,6 +106,8 @@ class Processes:
         finally:
             reaping.cancel()
             self._kill()
+        if not self._status:
+            log.info("stopped")
         return self._status
 
     async def _keep_running(self, role: str) -> None:

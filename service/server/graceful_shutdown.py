@@ -43,7 +43,7 @@ class GracefulServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Drain without losing a client. Uvicorn alone would reset connections whose request has not been read yet."""
-        log.info("draining", seconds=self.service.settings.drain_s)
+        log.info("draining", limit_s=self.service.settings.drain_s)
         for server in self.servers:
             server.close()
         for listener in sockets or []:

@@ -23,7 +23,7 @@ TEMPLATE = "This example is {}."  # of transformers' pipeline
 
 def check_template(value: object) -> object:
     if isinstance(value, str) and "{}" not in value:
-        raise PydanticCustomError("template", "must contain {{}}, the place of the label")
+        raise PydanticCustomError("template", "must contain {}, the place of the label")
     return value
 
 

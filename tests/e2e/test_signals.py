@@ -138,22 +138,24 @@ def test_user_signals_are_ignored_and_sigquit_drains(tiny_bundle: Path, workers:
 
 
 @WORKERS
-def test_a_second_interrupt_ends_at_once(
-    tiny_bundle: Path, workers: str, limit_s: Callable[[float], float]
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_at_once(
+    tiny_bundle: Path, workers: str, number: int, limit_s: Callable[[float], float]
 ) -> None:
-    """A request that never ends does not hold it up, and no traceback is logged."""
+    """A request that never ends does not hold it up. The log has no traceback, and "stopped" at the end."""
     with serving(tiny_bundle, "--http-workers", workers) as server, half_sent(server):
         left = pids(server)
-        server.process.send_signal(signal.SIGINT)
+        server.process.send_signal(number)
         until(lambda: any('"draining"' in line for line in server.log))
         began = time.monotonic()
         for _ in range(3):
-            server.process.send_signal(signal.SIGINT)
+            server.process.send_signal(number)
             time.sleep(0.01)
         assert 0 == server.process.wait(30)
         assert time.monotonic() - began < min(limit_s(1.0), 15)  # and `drain_s` is 30
         until(lambda: not any(alive(pid) for pid in left))
     assert not any("Traceback" in line or "KeyboardInterrupt" in line for line in server.log)
+    assert "stopped" == json.loads(server.log[-1])["event"]
 
 
 @pytest.mark.parametrize("role", ["inference", "http"])

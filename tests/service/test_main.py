@@ -272,4 +272,4 @@ async def test_a_drain_loses_no_client(
         await serving
     ends = sum((asked.result() for asked in asking), Counter[str]())
     assert (ends["answered"] > 0, ends["lost"]) == (True, 0)
-    assert {"event": "draining", "log_level": "info", "seconds": 30.0} in lines
+    assert {"event": "draining", "log_level": "info", "limit_s": 30.0} in lines

@@ -56,6 +56,37 @@ def test_a_flag_goes_before_a_variable_before_the_file(monkeypatch: pytest.Monke
     assert list(found) == list(Settings.model_fields)
 
 
+def test_quotation_marks_around_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of variables for containers keep them; they are left out, with a warning that names the variable."""
+    given = {"QUARTET_API_KEY": f'"{PLAIN}"', "QUARTET_PORT": "'9000'", "QUARTET_HOST": "::1"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    settings = with_bundle().settings
+    assert (9000, "::1") == (settings.port, settings.host)
+    (key,) = settings.keys.values()
+    assert hashlib.sha256(PLAIN.encode()).hexdigest() == key.sha256
+    lines = ignored_variables(given, closed=True)
+    assert ["QUARTET_API_KEY", "QUARTET_PORT"] == [line.partition(":")[0] for line in lines]
+
+
+def test_a_comment_in_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message has the whole value."""
+    monkeypatch.setenv("QUARTET_PORT", "9000 # for tests")
+    with pytest.raises(ConfigError, match=r"QUARTET_PORT: .*, not '9000 # for tests'"):
+        with_bundle()
+
+
+@pytest.mark.parametrize("name", ["quartet.toml", "keys.toml"])
+def test_a_byte_order_mark(name: str) -> None:
+    """Editors of Windows write one at the start of a file."""
+    Path("quartet.toml").write_text("port = 9000\napi_keys = 'keys.toml'\n", encoding="utf-8")
+    Path("keys.toml").write_text(f"[keys.ops]\nsha256 = '{'a' * 64}'\n", encoding="utf-8")
+    path = Path(name)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    settings = with_bundle().settings
+    assert (9000, ["ops"]) == (settings.port, [*settings.keys])
+
+
 def test_a_file_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A flag or a variable names it, and no other file is read."""
     write("quartet.toml", "port = 1\nthreads = 1")
