@@ -80,14 +80,19 @@ async def read_body(
     """
     inflate = inflater(headers.get("content-encoding", ""))
     check_size(content_length(headers), max_bytes)
+    with body_timeout(timeout_s, deadline):
+        return await read_bytes(receive, max_bytes, inflate, take)
+
+
+def body_timeout(timeout_s: float, deadline: float) -> "TaskTimeout":
+    """Return the time limit of a body. It raises RequestTimeout or, if `deadline` is earlier, DeadlineExceeded."""
     left_s = seconds_left(deadline)
     late: Callable[[], Exception]
     if left_s < timeout_s:
         late = partial(DeadlineExceeded, "the body did not arrive before the deadline")
     else:
         late = partial(RequestTimeout, f"the body did not arrive within {timeout_s:g} s")
-    with TaskTimeout(min(timeout_s, left_s), late):
-        return await read_bytes(receive, max_bytes, inflate, take)
+    return TaskTimeout(min(timeout_s, left_s), late)
 
 
 def check_media_type(headers: Mapping[str, str]) -> None:

@@ -13,10 +13,10 @@ BODIES = 8  # number of bodies of the largest size that fit into the budget
 SMALL = 65_536  # bytes that a body may have even if the budget is exhausted
 
 
-class MemoryBudget:
-    """Bytes available to all bodies together. A text in Python takes up to four times its bytes.
+class Budget:
+    """An amount that all tenants share: bytes of bodies, or concurrent calls.
 
-    held: bytes that each tenant holds; without the tenants that hold none
+    held: what each tenant holds; without the tenants that hold nothing
     """
 
     def __init__(self, size: int) -> None:
@@ -24,17 +24,24 @@ class MemoryBudget:
         self.held = Counter[str]()
 
     def change(self, tenant: str, size: int) -> None:
-        """Reserve bytes for a tenant, or return them if `size` is negative."""
+        """Reserve an amount for a tenant, or return it if `size` is negative."""
         self.left -= size
         self.held[tenant] += size
         if not self.held[tenant]:
             del self.held[tenant]
 
+    def exceeded(self, tenant: str) -> bool:
+        """Return whether a tenant holds more than is left for the others."""
+        return self.held[tenant] > self.left
+
 
 class MemoryReservation:
-    """One request's part of the budget, from the first byte of its body until its response is complete."""
+    """One request's bytes of the budget, from the first byte of its body until its response is complete.
 
-    def __init__(self, body_memory: MemoryBudget, tenant: str) -> None:
+    A text in Python takes up to four times its bytes.
+    """
+
+    def __init__(self, body_memory: Budget, tenant: str) -> None:
         self._budget = body_memory
         self._tenant = tenant
         self._held = 0
@@ -47,7 +54,7 @@ class MemoryReservation:
             return
         if self._budget.left < 0:
             raise Overloaded("too many large request bodies are in flight")
-        if self._budget.held[self._tenant] > self._budget.left:
+        if self._budget.exceeded(self._tenant):
             raise Overloaded(
                 "too many large request bodies of this client are in flight: send fewer at once"
             )

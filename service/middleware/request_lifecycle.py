@@ -114,6 +114,13 @@ class RequestLifecycle:
             headers["Connection"] = "close"
         return headers
 
+    async def delay_refusal(self, context: RequestContext) -> None:
+        """Delay the response to a request that its client can repeat at almost no cost."""
+        if context.status == Overloaded.status:
+            await self.throttle.turn()
+        elif isinstance(context.refusal, Unauthorized | Forbidden):
+            await self.key_throttle.turn()
+
     def record(self, method: str, scope: Scope, context: RequestContext) -> None:
         """Call the callbacks of a finished request, count and log it. An exception here does not undo the response."""
         try:
@@ -215,10 +222,7 @@ class LifecycleMiddleware:
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 context.status = message["status"]
-                if context.status == Overloaded.status:
-                    await self.lifecycle.throttle.turn()
-                elif isinstance(context.refusal, Unauthorized | Forbidden):
-                    await self.lifecycle.key_throttle.turn()
+                await self.lifecycle.delay_refusal(context)
                 common = self.lifecycle.headers(context).items()
                 own = [(name.lower().encode(), value.encode()) for name, value in common]
                 message["headers"] = [*message.get("headers", ()), *own]

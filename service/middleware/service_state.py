@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from service.engines.registry import Engines
 from service.errors import Draining, InvalidInput, NotReady
-from service.middleware.body_memory import BODIES, MemoryBudget
+from service.middleware.body_memory import BODIES, Budget
 from service.observability.metrics import Recorder
 from service.settings import Settings
 from service.shutdown import Shutdown, Stage
@@ -26,11 +26,11 @@ class Service:
     # What has to end before the engines close, once the process drains.
     closing: Awaitable[None] | None = None
     shutdown: Shutdown = field(init=False)
-    body_memory: MemoryBudget = field(init=False)
+    body_memory: Budget = field(init=False)
 
     def __post_init__(self) -> None:
         self.shutdown = Shutdown(self.settings.drain_delay_s)
-        self.body_memory = MemoryBudget(BODIES * self.settings.max_body_bytes)
+        self.body_memory = Budget(BODIES * self.settings.max_body_bytes)
 
     @property
     def draining(self) -> bool:

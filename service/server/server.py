@@ -30,7 +30,7 @@ from service.settings import Settings
 from service.shutdown import Stage
 
 if TYPE_CHECKING:
-    from service.api.dialects.inference_grpc import GrpcServer
+    from service.api.dialects.grpc_server import GrpcServer
 
 log = structlog.get_logger()
 
@@ -82,11 +82,12 @@ class Server(GracefulServer):
 
     async def start_grpc(self) -> None:
         """Start to accept calls over gRPC, whose packages are imported only here."""
-        from service.api.dialects.inference_grpc import GrpcServer
+        from service.api.dialects.grpc_server import GrpcServer
+        from service.api.dialects.inference_grpc import SERVICES
 
         settings = self.service.settings
         served, _ = divide_connections(settings)
-        self._grpc = GrpcServer(self._app, settings, served)
+        self._grpc = GrpcServer(self._app, settings, served, SERVICES)
         await self._grpc.start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

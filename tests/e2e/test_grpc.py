@@ -2,18 +2,22 @@
 
 import re
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks.lib.processes import resident_mb
 from service.keys import make_key, record
+from service.middleware.body_memory import BODIES
 from tests.e2e.client_calls.records import TEXTS
-from tests.e2e.conftest import Server, serving, start, until
+from tests.e2e.conftest import Server, children, serving, start, until
 
 grpc = pytest.importorskip("grpc")
 
@@ -53,6 +57,35 @@ def begin(channel: Any, name: str, asked: Any, **options: Any) -> Any:
         response_deserializer=getattr(messages, f"{name}Response").FromString,
     )
     return method.future(asked, timeout=60, **options)
+
+
+def send(channel: Any, *message: bytes, **options: Any) -> Any:
+    """Call ModelInfer with the bytes of a message, or without one. Returns the ended call."""
+    method = channel.stream_unary(f"/{SERVICE}/{INFER}")
+    call = method.future(iter(message), timeout=60, **options)
+    call.exception()
+    return call
+
+
+class Waiting:
+    """Calls that begin and send no message until they are over."""
+
+    def __init__(self, channel: Any, count: int, **options: Any) -> None:
+        self._over = threading.Event()
+        method = channel.stream_unary(f"/{SERVICE}/{INFER}")
+        self.calls = [method.future(self._wait(), timeout=60, **options) for _ in range(count)]
+
+    def _wait(self) -> Iterator[bytes]:
+        self._over.wait()
+        yield from ()
+
+    def __enter__(self) -> Any:
+        return self.calls
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for call in self.calls:
+            call.cancel()
 
 
 def texts(values: list[str] = TEXTS, name: str = "text") -> Any:
@@ -172,6 +205,7 @@ def test_other_errors(server: Server, channel: Any) -> None:
     assert "PERMISSION_DENIED" == refusal(channel, "RepositoryModelLoad", load)[0]
     large = infer(texts(["a" * 11_000_000]))
     assert "RESOURCE_EXHAUSTED" == refusal(channel, INFER, large)[0]
+    assert "INVALID_ARGUMENT" == send(channel, b"\x2a\x05\0").code().name
     late = infer(texts(), parameters={"timeout": {"int64_param": 1}})
     assert refusal(channel, INFER, late)[0] in ("DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
     metadata = [("x-request-timeout-ms", "soon")]
@@ -208,6 +242,82 @@ def test_keys(tiny_bundle: Path, tmp_path: Path) -> None:
         assert grpc.StatusCode.RESOURCE_EXHAUSTED == refused.code()
         after = dict(refused.trailing_metadata())
         assert ("1", "1000") == (after["retry-after"], after["grpc-retry-pushback-ms"])
+
+
+EMPTY_INPUTS = b"\x2a\0" * 4_000_000
+
+
+@pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
+def test_messages_of_many_fields(tiny_bundle: Path, tmp_path: Path, compression: Any) -> None:
+    """A message of 8 MB in 8 KB is not inflated for a stranger, and not parsed for a tenant."""
+    key, keys = make_key(), tmp_path / "keys.toml"
+    keys.write_text(record("tenant", key))
+    with (
+        serving(tiny_bundle, "--api-keys", keys, "--grpc-port", 0) as server,
+        grpc.insecure_channel(server.grpc_address, compression=compression) as channel,
+    ):
+        (http_process,) = children(server)["http"]
+        own = [("api-key", key)]
+        short = infer(texts(), outputs=[{"name": "topics"}]).SerializeToString()
+        assert send(channel, short, metadata=own).result()
+        before = resident_mb(http_process)
+        for _ in range(3):
+            assert "UNAUTHENTICATED" == send(channel, EMPTY_INPUTS).code().name
+        assert resident_mb(http_process) - before < 4
+        for _ in range(3):
+            call = send(channel, EMPTY_INPUTS, metadata=own)
+            assert ("INVALID_ARGUMENT", True) == (call.code().name, "fields" in call.details())
+        assert resident_mb(http_process) - before < 40
+        call = send(channel, b"\x3a" * 11_000_000, metadata=own)
+        assert ("INVALID_ARGUMENT", True) == (call.code().name, "larger" in call.details())
+        long = infer(texts([LONG]), outputs=[{"name": "topics"}]).SerializeToString()
+        assert send(channel, long, metadata=own).result()
+
+
+def test_calls_without_messages(tiny_bundle: Path, tmp_path: Path) -> None:
+    """They end at once without a key, keep no other tenant out with one, and a drain does not wait for them."""
+    one, other, keys = make_key(), make_key(), tmp_path / "keys.toml"
+    keys.write_text(record("one", one) + record("other", other))
+    options = ("--api-keys", keys, "--grpc-port", 0, "--max-connections", 20)
+    asked = infer(texts(), outputs=[{"name": "topics"}])
+    with serving(tiny_bundle, *options) as server, ExitStack() as stack:
+        channels = [stack.enter_context(channel_to(server)) for _ in range(3)]
+        for call in stack.enter_context(Waiting(channels[0], 200)):
+            assert "UNAUTHENTICATED" == call.code().name
+        calls = stack.enter_context(Waiting(channels[1], 100, metadata=[("api-key", one)]))
+        until(lambda: sum(not call.done() for call in calls) < BODIES)
+        begin(channels[2], INFER, asked, metadata=[("api-key", other)]).result()
+        left = [call for call in calls if not call.done()]
+        assert left
+        server.process.send_signal(signal.SIGTERM)
+        assert {"UNAVAILABLE"} == {call.code().name for call in left}
+        assert 0 == server.process.wait(20)
+        assert "Traceback" not in "".join(server.log)
+
+
+def test_a_slow_message(tiny_bundle: Path) -> None:
+    """A message has the time of a body, and a call without a message is refused."""
+    options = ("--grpc-port", 0, "--body-timeout-s", 1)
+    with serving(tiny_bundle, *options) as server, channel_to(server) as channel:
+        with Waiting(channel, 1) as (call,):
+            assert "DEADLINE_EXCEEDED" == call.code().name
+            assert "within 1 s" in call.details()
+        assert "INVALID_ARGUMENT" == send(channel).code().name
+
+
+def test_pings(server: Server) -> None:
+    """A client may send pings every second, also without calls."""
+    options = {"keepalive_time_ms": 600, "keepalive_permit_without_calls": 1}
+    options |= {"http2.max_pings_without_data": 0}
+    named = [(f"grpc.{name}", value) for name, value in options.items()]
+    with grpc.insecure_channel(server.grpc_address, options=named) as channel:
+        states: list[Any] = []
+        channel.subscribe(states.append, try_to_connect=True)
+        begin(channel, "ServerReady", messages.ServerReadyRequest()).result()
+        time.sleep(4)
+        begin(channel, "ServerReady", messages.ServerReadyRequest()).result()
+        ready = states.index(grpc.ChannelConnectivity.READY)
+        assert [grpc.ChannelConnectivity.READY] == states[ready:]
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from service.errors import Overloaded
-from service.middleware.body_memory import BODIES, SMALL, MemoryBudget, MemoryReservation
+from service.middleware.body_memory import BODIES, SMALL, Budget, MemoryReservation
 from service.middleware.service_state import Service
 from service.observability.metrics import Metrics
 from service.settings import Settings
@@ -16,7 +16,7 @@ LARGE = {"inputs": "a" * 2 * SMALL}
 
 def test_large_bodies_share_the_budget() -> None:
     """A large body is refused once its tenant holds more than is left; returned bytes can be reserved again."""
-    body_memory = MemoryBudget(6 * SMALL)
+    body_memory = Budget(6 * SMALL)
     first, second = (MemoryReservation(body_memory, tenant) for tenant in "ab")
     first.take(3 * SMALL)
     second.take(SMALL + SMALL // 2)
@@ -30,7 +30,7 @@ def test_large_bodies_share_the_budget() -> None:
 
 def test_a_tenant_holds_at_most_as_much_as_it_leaves() -> None:
     """Many bodies of a tenant leave memory for a large body of each of the next ones."""
-    body_memory = MemoryBudget(64 * SMALL)
+    body_memory = Budget(64 * SMALL)
     for tenant in "abcd":
         own = [MemoryReservation(body_memory, tenant) for _ in range(64)]
         before = body_memory.left
@@ -48,7 +48,7 @@ def test_a_tenant_holds_at_most_as_much_as_it_leaves() -> None:
 
 def test_small_bodies_always_have_room() -> None:
     """They are let in while large ones fill the budget, and are counted."""
-    body_memory = MemoryBudget(SMALL)
+    body_memory = Budget(SMALL)
     MemoryReservation(body_memory, "a").take(SMALL)
     small = MemoryReservation(body_memory, "b")
     small.take(SMALL)
