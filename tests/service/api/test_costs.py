@@ -1,6 +1,7 @@
 """Every route and every RPC counts the text that it tokenizes, and bounds its answer."""
 
 import json
+import re
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -8,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -22,6 +24,7 @@ from service.engines.engine import INLINE_CHARACTERS, Engine, Reply
 from service.engines.task_plan import Limits, TaskPlan
 from service.observability.metrics import Metrics
 from service.processes.single_process import open_local_engines
+from service.server.server import Server
 from service.settings import Settings
 from service.tasks.zero_shot import TEMPLATE
 
@@ -30,6 +33,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 TEXT, MASKED, IDS = "the ferry", "the ferry [MASK]", [5, 6]
 LONG = "the ferry to the harbour was late. " * 150  # more than the event loop may tokenize
 MANY = [7] * 5000
+THREATS = Path(__file__).parents[3] / "docs" / "explanation" / "threat_model.md"
 INFER = "/v2/models/{model}/infer"
 Service = tuple[FastAPI, httpx.AsyncClient]
 
@@ -254,6 +258,24 @@ async def test_every_route_is_here(service: Service) -> None:
     assert {path for path, methods in paths if "post" in methods} == BODIES.keys() | WITHOUT_TASK
 
 
+async def test_every_door_is_in_the_threat_model(service: Service) -> None:
+    """Each route and each call is in a row of the table of limits, and no cell of the table is empty."""
+    page = THREATS.read_text(encoding="utf-8").partition("## Limits of each door")[2]
+    rows = [
+        line.strip("|").split("|") for line in page.partition("\n## ")[0].split("\n") if "|" in line
+    ]
+    assert {7} == {len(row) for row in rows}
+    assert all(cell.strip() for row in rows for cell in row)
+    doors = re.findall(r"`([^`]+)`", " ".join(row[0] for row in rows))
+    starts = tuple(door.removesuffix("...") for door in doors if door.endswith("..."))
+    paths = service[0].openapi()["paths"].keys() | {"/", "/docs"}
+    assert [path for path in paths if path not in doors and not path.startswith(starts)] == []
+    pytest.importorskip("grpc")
+    from service.api.dialects.inference_grpc import RPCS
+
+    assert RPCS.keys() <= {*doors}
+
+
 @pytest.mark.parametrize("path", BODIES)
 async def test_costs_are_declared(path: str, service: Service, spied: Spied) -> None:
     """Each text of a request counts, and a long one is not tokenized in the event loop.
@@ -366,17 +388,16 @@ async def test_each_text_is_tokenized_once(
 async def channel_to(app: FastAPI) -> AsyncIterator[Any]:
     """A channel to a gRPC server of the application."""
     grpc = pytest.importorskip("grpc")
-    from service.api.dialects.inference_grpc import GrpcServer
-
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    server = GrpcServer(app, Settings(grpc_port=port), 8)
-    await server.start()
+    service = SimpleNamespace(settings=Settings(grpc_port=port))
+    server: Any = SimpleNamespace(_app=app, service=service)
+    await Server.start_grpc(server)
     try:
-        async with grpc.aio.insecure_channel(server.url) as channel:
+        async with grpc.aio.insecure_channel(server._grpc.url) as channel:
             yield channel
     finally:
-        await server.stop(0)
+        await server._grpc.stop(0)
 
 
 async def infer(channel: Any, body: dict[str, Any]) -> Any:
