@@ -26,6 +26,7 @@ BODY = {"inputs": ["a secret", "another"]}
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 STAGES = ["parse", "encode", "queue", "inference", "return", "decode", "serialise"]
 AWAY = "http://127.0.0.1:9"  # a port without a listener
+LATE = DeadlineExceeded("too late")
 
 
 @pytest.fixture(autouse=True)
@@ -174,42 +175,34 @@ async def test_a_trace_that_begins_here_is_named_in_the_log(
     assert lines[-1]["trace_id"] == f"{span.context.trace_id:032x}"
 
 
-async def test_a_mistake_of_the_client_is_no_error_of_the_server(
-    client: httpx.AsyncClient, made: Any
+@pytest.mark.parametrize(
+    ("body", "error", "accept", "status", "ending"),
+    [
+        ({"inputs": 5}, None, "*/*", 422, ("UNSET", "quartet.code", "invalid")),
+        (BODY, LATE, "*/*", 504, ("ERROR", "error.type", LATE.code)),
+        (BODY, LATE, "application/x-ndjson", 200, ("ERROR", "error.type", LATE.code)),
+    ],
+    ids=["mistake of the client", "too late", "too late, in lines"],
+)
+async def test_a_span_has_the_error_of_its_request(
+    client: httpx.AsyncClient,
+    made: Any,
+    engine: FakeEngine,
+    body: dict[str, Any],
+    error: Exception | None,
+    accept: str,
+    status: int,
+    ending: tuple[str, ...],
 ) -> None:
-    """A 4xx has its code, and leaves the status of a server's span alone."""
-    await client.post("/classify", json={"inputs": 5})
-    span = server_span(made)
-    assert span.status.status_code.name == "UNSET"
-    assert span.attributes["http.response.status_code"] == 422
-    assert span.attributes["quartet.code"] == "invalid"
-    assert "error.type" not in span.attributes
-    assert stages(made) == []
-
-
-async def test_what_is_late_is_an_error(
-    client: httpx.AsyncClient, made: Any, engine: FakeEngine
-) -> None:
-    """A 5xx has its code for the type of its error."""
-    engine.error = DeadlineExceeded("too late")
-    await client.post("/classify", json=BODY)
-    span = server_span(made)
-    assert span.status.status_code.name == "ERROR"
-    assert span.attributes["http.response.status_code"] == 504
-    assert span.attributes["error.type"] == "deadline_exceeded"
-    assert [stage.name for stage in stages(made)] == ["parse"]
-
-
-async def test_lines_that_end_with_an_error_are_one(
-    client: httpx.AsyncClient, made: Any, engine: FakeEngine
-) -> None:
-    """Though their status was 200."""
-    engine.error, engine.tell_first = DeadlineExceeded("too late"), 1
-    headers = {"Accept": "application/x-ndjson"}
-    assert (await client.post("/classify", json=BODY, headers=headers)).status_code == 200
-    span = server_span(made)
-    assert span.status.status_code.name == "ERROR"
-    assert span.attributes["error.type"] == "deadline_exceeded"
+    """A 4xx has its code, and no error of the server; a 5xx has its code as the type of the error, also after a 200."""
+    engine.error, engine.tell_first = error, 1
+    response = await client.post("/classify", json=body, headers={"Accept": accept})
+    span, (_, name, _) = server_span(made), ending
+    assert status == response.status_code == span.attributes["http.response.status_code"]
+    assert ending == (span.status.status_code.name, name, span.attributes[name])
+    assert ("error.type" in span.attributes) is (error is not None)
+    if status != 200:
+        assert [stage.name for stage in stages(made)] == ([] if error is None else ["parse"])
 
 
 async def test_a_path_that_is_none_makes_no_name(client: httpx.AsyncClient, made: Any) -> None:
