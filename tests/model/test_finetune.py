@@ -396,12 +396,9 @@ def test_accumulated_batches_are_one_batch(start: Start, tmp_path: Path) -> None
 
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert [loss for _, loss in one] == pytest.approx([loss for _, loss in two], rel=1e-4)
-
-
-def test_accumulation_takes_fewer_steps(start: Start) -> None:
-    """An epoch of sixteen rows is two steps of two batches of four."""
-    table = start.tables("names")
-    assert 2 == start(table, steps=0, epochs=1.0, gradient_accumulation=2)["steps"]
+    # An epoch of sixteen rows is two steps of two batches of four.
+    epoch = start(start.tables("names"), steps=0, epochs=1.0, gradient_accumulation=2)
+    assert 2 == epoch["steps"]
 
 
 # -- data without a dev file ----------------------------------------------------------------------
@@ -825,18 +822,6 @@ def test_training_starts_from_an_installed_package(minilm: Path) -> None:
         reader.locate("package:no_such_package/model")
 
 
-def test_heads_may_learn_faster_than_the_encoder(source: Path) -> None:
-    """By a learning rate of their own, on the same schedule."""
-    model = EncoderWithHeads(reader.read_config(source), {"answers": Head(task="qa")})
-    optimizer = optim.adamw(model.named_parameters(), 1e-4, 0.01, (0.9, 0.999), head_lr=1e-3)
-    optim.set_lr(optimizer, 0.5e-4)
-    rates = {id(p): g["lr"] for g in optimizer.param_groups for p in g["params"]}
-    decays = {id(p): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
-    for name, parameter in model.named_parameters():
-        assert rates[id(parameter)] == pytest.approx(5e-4 if "heads." in name else 5e-5)
-        assert decays[id(parameter)] == (0.01 if parameter.dim() == 2 else 0.0)
-
-
 def test_heads_begin_by_matching(start: Start, tokenizer_file: Path, tmp_path: Path) -> None:
     """Token-matching initialization applies to the configured layers."""
     config = preset("tiny", NomicBertConfig, vocab_size=200)
@@ -871,21 +856,14 @@ def test_windows_must_fit_the_positions(start: Start) -> None:
         start(start.tables("names"), max_length=65)
 
 
-def test_a_wrong_dev_file_is_found_before_training(start: Start, tmp_path: Path) -> None:
-    """Not after an hour of it."""
-    table = {**start.tables()["names"], "dev": start.data["entities"]}
-    with pytest.raises(labelled_rows.DataError, match="CoNLL files are for ner"):
-        start({"names": table})
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize(
     ("head", "lines", "message"),
     [
+        ("names", None, "CoNLL files are for ner"),
         (
             "names",
             [{"text": "a", "label": "Mileva"}],
-            "dev:1: 'Mileva' is none of the labels Ada, ",
+            r"dev\.jsonl:1: 'Mileva' is none of the labels Ada, ",
         ),
         (
             "vectors",
@@ -894,17 +872,17 @@ def test_a_wrong_dev_file_is_found_before_training(start: Start, tmp_path: Path)
                 {"texts": ["a", "b"]},
                 {"text": "a", "text_pair": "b", "score": 0},
             ],
-            "dev:2: a file has scores for all of its rows or for none",
+            r"dev\.jsonl:2: a file has scores for all of its rows or for none",
         ),
     ],
 )
-def test_a_dev_file_of_other_labels_is_found_before_training(
-    start: Start, tmp_path: Path, head: str, lines: list[dict[str, Any]], message: str
+def test_a_wrong_dev_file_is_found_before_training(
+    start: Start, tmp_path: Path, head: str, lines: list[dict[str, Any]] | None, message: str
 ) -> None:
-    """What the head could never be judged on."""
-    table = {**start.tables()[head], "dev": jsonl(tmp_path / "dev.jsonl", lines)}
-    with pytest.raises(labelled_rows.DataError, match=message.replace("dev:", r"dev\.jsonl:")):
-        start({"head": table})
+    """A file of another task, and rows that the head could never be judged on."""
+    dev = start.data["entities"] if lines is None else jsonl(tmp_path / "dev.jsonl", lines)
+    with pytest.raises(labelled_rows.DataError, match=message):
+        start({"head": {**start.tables()[head], "dev": dev}})
     assert not (tmp_path / "run").exists()
 
 
@@ -964,18 +942,12 @@ def test_settings_of_a_head_are_checked(settings: dict[str, Any], message: str) 
         FinetuneSettings(output="x", tokenizer="t", heads={"a": table})
 
 
-@pytest.mark.parametrize("name", ["lengths", "cu_seqlens", "my head", "-a", ""])
-def test_names_that_no_bundle_can_have(name: str) -> None:
-    """Known before training, not at export."""
-    table = {"task": "classification", "train": ["f"]}
-    with pytest.raises(ValueError, match=f"^heads: '{name}' "):
-        FinetuneSettings(output="x", tokenizer="t", heads={name: table})
-
-
-@pytest.mark.parametrize("name", ["type", "keys", "a.b"])
+@pytest.mark.parametrize(
+    "name", ["lengths", "cu_seqlens", "my head", "-a", "", "type", "keys", "a.b"]
+)
 def test_names_that_no_head_can_have(start: Start, name: str) -> None:
-    """They would be methods of the model's, or parts of its names."""
-    with pytest.raises(ValueError, match=f"a head cannot be named '{name}'"):
+    """Known before training: no bundle can have them, or they are methods of the model's."""
+    with pytest.raises(ValueError, match=f"^heads: '{name}' |a head cannot be named '{name}'"):
         start({name: start.tables()["names"]})
 
 
