@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,11 @@ class Curated:
     async def load(self, path: Path | str, **order: Any) -> Mapping[str, Any]:
         return await self.manager.execute(LoadModel(path=str(path), by="ops", **order))
 
+    async def release(self, version: str) -> Mapping[str, Any]:
+        """Save a version and load it."""
+        self.save(version)
+        return await self.load(version)
+
     async def unload(self, model: str) -> Mapping[str, Any]:
         return await self.manager.execute(UnloadModel(model=model, by="ops"))
 
@@ -130,8 +135,7 @@ async def curated(
 
 async def test_a_new_version_answers_and_the_old_one_is_kept(curated: Curated) -> None:
     """All subscribers get the new version at once, and the administrator gets the result."""
-    curated.save("2")
-    answer = await curated.load("2")
+    answer = await curated.release("2")
     assert ["tiny@2 current", "tiny@1 previous"] == await curated.shown()
     assert curated.manager.models == curated.subscriber.adopted[-1]
     assert {"tiny@1", "tiny@2"} == {*curated.device.texts} == {*curated.subscriber.texts}
@@ -158,8 +162,7 @@ async def test_aliases(curated: Curated, lines: list[EventDict]) -> None:
 async def test_only_one_old_version_is_kept(curated: Curated) -> None:
     """The one before it is let go of, memory and all."""
     for version in ("2", "3"):
-        curated.save(version)
-        await curated.load(version)
+        await curated.release(version)
     await curated.gone("tiny@1")
     assert ["tiny@3 current", "tiny@2 previous"] == await curated.shown()
 
@@ -183,8 +186,7 @@ async def test_there_and_back(curated: Curated) -> None:
         await curated.roll_back("tiny")
     with pytest.raises(UnknownModel):
         await curated.roll_back("huge")
-    curated.save("2")
-    await curated.load("2")
+    await curated.release("2")
     shutil.rmtree(curated.models_dir / "2")
     for expected in ("tiny@1", "tiny@2"):
         assert expected == (await curated.roll_back("tiny"))["model"]["id"]
@@ -193,8 +195,7 @@ async def test_there_and_back(curated: Curated) -> None:
 
 async def test_the_same_again_changes_nothing(curated: Curated) -> None:
     """Loading a version that already answers succeeds, since clients repeat requests; a kept version answers again."""
-    curated.save("2")
-    await curated.load("2")
+    await curated.release("2")
     told = len(curated.subscriber.adopted)
     assert "current" == (await curated.load("2"))["model"]["state"]
     assert told == len(curated.subscriber.adopted)
@@ -359,8 +360,7 @@ async def test_a_disconnect_does_not_stop_a_command(curated: Curated) -> None:
 
 async def test_unloading(curated: Curated) -> None:
     """The one before answers again; the last one stays."""
-    curated.save("2")
-    await curated.load("2")
+    await curated.release("2")
     assert {"unloaded": "tiny@2", "current": "tiny@1"} == await curated.unload("tiny@2")
     assert ["tiny@1"] == [*curated.device.texts]
     assert ["tiny@1 current"] == await curated.shown()
@@ -374,8 +374,7 @@ async def test_what_was_accepted_is_answered_before_it_goes(
     curated: Curated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing that waits fails because its bundle is unloaded."""
-    curated.save("2")
-    await curated.load("2")
+    await curated.release("2")
     ids = np.arange(5, 9)
     entry = Entry("tiny@1", Window(ids, 0 * ids), "r", time.monotonic(), time.monotonic() + 60)
     hold = asyncio.Event()
@@ -404,8 +403,7 @@ async def test_what_was_accepted_is_answered_before_it_goes(
 
 async def test_a_bundle_leaves_nothing_behind(curated: Curated) -> None:
     """Neither a session nor a queue."""
-    curated.save("2")
-    await curated.load("2")
+    await curated.release("2")
     session = weakref.ref(curated.device._runners["tiny@2"]._sessions[1])
     await curated.unload("tiny@2")
     gc.collect()
@@ -415,8 +413,7 @@ async def test_a_bundle_leaves_nothing_behind(curated: Curated) -> None:
 
 async def test_the_metrics_tell_of_what_is_there(curated: Curated) -> None:
     """Each bundle has its state; an unloaded one has no series, although HTTP processes may still report it."""
-    curated.save("2")
-    await curated.load("2")
+    await curated.release("2")
     page = curated.metrics.render().decode()
     for labels in ('model="tiny@1"', 'model="tiny@2"'):
         assert f"quartet_batch_size_count{{{labels}}} 0.0" in page
@@ -433,8 +430,7 @@ async def test_the_metrics_tell_of_what_is_there(curated: Curated) -> None:
 
 async def test_orders_are_counted(curated: Curated) -> None:
     """Those that were done and those that were refused; to be shown what is there changes nothing."""
-    curated.save("2")
-    await curated.load("2")
+    await curated.release("2")
     with pytest.raises(BadBundle):
         await curated.load("3")
     await curated.shown()
@@ -522,10 +518,18 @@ async def test_bundles_without_vectors_have_no_space(curated: Curated) -> None:
 # -- where bundles come from --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["", ".", "..", "../first", "a/../../first", "/etc", ".hidden/a"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("", ".", "..", "../first", "a/../../first", "/etc", ".hidden/a", "a" * 300),
+        *("link", "link/inside"),  # whose target may change, or be outside of the directory
+    ],
+)
 def test_paths_lead_nowhere_else(tmp_path: Path, path: str) -> None:
-    """Neither out of the directory, nor to what is not there yet."""
-    with pytest.raises(InvalidInput):
+    """Neither out of the directory, nor to what is not there yet or can be no file."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with pytest.raises(InvalidInput, match="symbolic link" if "link" in path else None):
         locate(tmp_path, path)
 
 
@@ -537,21 +541,6 @@ def test_paths_by_name_or_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert tmp_path / "models" / "a" == locate(Path("models"), str(path))
 
 
-def test_links_are_not_followed(tmp_path: Path) -> None:
-    """The target of a link may change, or be outside of the directory."""
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    for path in ("link", "link/inside"):
-        with pytest.raises(InvalidInput, match="symbolic link"):
-            locate(tmp_path, path)
-
-
-def test_paths_that_are_none(tmp_path: Path) -> None:
-    """A path that no file can have is refused like any other bad path."""
-    with pytest.raises(InvalidInput):
-        locate(tmp_path, "a" * 300)
-
-
 def test_without_a_directory_nothing_comes() -> None:
     """The operator decides from where bundles may be loaded."""
     with pytest.raises(Forbidden, match="models_dir is unset"):
@@ -561,22 +550,21 @@ def test_without_a_directory_nothing_comes() -> None:
 # -- the next process ---------------------------------------------------------------------------------
 
 
-async def again(curated: Curated, stack: AsyncExitStack) -> Curated:
+@asynccontextmanager
+async def again(curated: Curated) -> AsyncIterator[Curated]:
     """What a process that starts now makes of what this one reported."""
     metrics = Metrics()
-    device = await stack.enter_async_context(open_device(curated.settings, metrics))
-    made = Curated(curated.full, curated.models_dir, device, curated.settings, metrics)
-    made.manager.open(curated.reports[-1]["resume"])
-    return made
+    async with open_device(curated.settings, metrics) as device:
+        made = Curated(curated.full, curated.models_dir, device, curated.settings, metrics)
+        made.manager.open(curated.reports[-1]["resume"])
+        yield made
 
 
 async def test_the_next_process_serves_the_same(curated: Curated) -> None:
     """Versions, their states and since when, in their order."""
-    curated.save("2")
-    await curated.load("2")
+    await curated.release("2")
     await curated.roll_back("tiny")
-    async with AsyncExitStack() as stack:
-        after = await again(curated, stack)
+    async with again(curated) as after:
         assert curated.manager.models == after.manager.models
         assert ["tiny@1 current", "tiny@2 previous"] == await after.shown()
 
@@ -585,11 +573,9 @@ async def test_what_cannot_be_opened_again_is_left_out(
     curated: Curated, lines: list[EventDict]
 ) -> None:
     """A line is logged; the previous version answers again."""
-    curated.save("2")
-    await curated.load("2")
+    await curated.release("2")
     shutil.rmtree(curated.models_dir / "2")
-    async with AsyncExitStack() as stack:
-        after = await again(curated, stack)
+    async with again(curated) as after:
         assert ["tiny@1 current"] == await after.shown()
     told = [(line["event"], line.get("model")) for line in lines if line["log_level"] == "error"]
     assert [("not served again", "tiny@2")] == told
@@ -597,11 +583,9 @@ async def test_what_cannot_be_opened_again_is_left_out(
 
 async def test_a_changed_bundle_is_logged(curated: Curated, lines: list[EventDict]) -> None:
     """A directory with another bundle in it is served, but does not answer for the name of the one that was there."""
-    curated.save("2")
-    await curated.load("2")
+    await curated.release("2")
     save_version(curated.full, curated.models_dir / "2", "3")
-    async with AsyncExitStack() as stack:
-        after = await again(curated, stack)
+    async with again(curated) as after:
         assert ["tiny@3 pinned", "tiny@1 current"] == await after.shown()
     told = [(line["event"], line.get("now")) for line in lines if line["log_level"] == "error"]
     assert [("changed since it was served", "tiny@3")] == told
@@ -613,5 +597,5 @@ async def test_nothing_left_is_an_error(curated: Curated) -> None:
     await curated.load("2", keep_old=False)
     shutil.rmtree(curated.models_dir / "2")
     with pytest.raises(BundleError, match="the bundle directory does not exist"):
-        async with AsyncExitStack() as stack:
-            await again(curated, stack)
+        async with again(curated):
+            pass
