@@ -19,7 +19,6 @@ from tokenizers.models import WordLevel
 from torch import Tensor, nn
 
 from export import cuda_emulator
-from export.__main__ import main as export
 from export.goldens import torch_outputs
 from model.checkpoints import reader, writer
 from model.checkpoints.hub_names import CheckpointError
@@ -33,7 +32,7 @@ from service.core.cpu import CPU
 from service.core.packing import Packed, each
 from service.core.session import BatchOutputs, Session, SessionOptions
 from tests import hub, samples
-from tests.conftest import chosen
+from tests.conftest import chosen, run_export
 from tests.e2e.conftest import Server, serving
 from tests.model.helpers import LENGTHS, TOLERANCE, batch, ours, perturb, real, theirs
 
@@ -568,7 +567,7 @@ def export_family(model_type: str, folder: Path) -> Exported:
     joint.load_state_dict(masked.state_dict() | classifier.state_dict())
     writer.save_joint(folder / "joint", joint, folder / "masked" / "tokenizer.json")
     out = folder / model_type
-    assert 0 == export([str(folder / "joint"), str(out), "--precision", "fp32", "int8", "fp16"])
+    run_export(folder / "joint", out, "--precision", "fp32", "int8", "fp16")
     return Exported(folder, bundle.load(out))
 
 
@@ -654,7 +653,7 @@ def segmented(tmp_path_factory: pytest.TempPathFactory) -> Exported:
     )
     model = perturb(EncoderWithHeads(config, {"topic": Head(task="classification", labels=TOPICS)}))
     writer.save_joint(folder / "joint", model, folder / "tokenizer.json")
-    assert 0 == export([str(folder / "joint"), str(folder / "out"), "--precision", "fp32"])
+    run_export(folder / "joint", folder / "out", "--precision", "fp32")
     return Exported(folder, bundle.load(folder / "out"))
 
 
