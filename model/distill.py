@@ -41,55 +41,30 @@ SETTINGS_OF_LOSSES = {
 }
 
 
-class DistillSettings(finetune.FinetuneSettings):
+class DistillSettings(finetune.FinetuneSettings, pretrain.TextSettings):
     """The settings of distillation; heads need no rows."""
 
-    teacher: str = setting(
-        "",
-        "checkpoint to learn from: a directory, a hub name or package:NAME/FOLDER",
-        "runs/big/checkpoint",
-    )
+    teacher: str = setting("", "checkpoint to learn from, like `init_from`", "runs/big/checkpoint")
     losses: dict[str, float] = setting(
         dict,
         "weight of each loss: labels, logits, hidden, relations, embedding, similarity",
         '\'{"labels": 0.5, "logits": 1.0}\'',
     )
-    layers: list[int] = setting(
-        list, "indices of the layers that the student gets, from 0", "'[0, 2, 4]'"
-    )
+    layers: list[int] = setting(list, "layers that the student gets, from 0", "'[0, 2, 4]'")
     num_layers: int = setting(
         0, "number of layers that the student gets, evenly spaced; 0 for half of them", "3"
     )
     preset: str = setting("", "shape of a new encoder: tiny, mini, small, base or large", "mini")
-    family: str = setting(
-        "", "model_type of a new encoder; by default bert, or that of `init_from`", "electra"
-    )
-    shape: dict[str, Any] = setting(
-        dict, "further fields of a new encoder's config.json", "'{\"num_hidden_layers\": 3}'"
-    )
-    max_position_embeddings: int | None = setting(
-        None, "positions of a new encoder; by default the family's", "512"
-    )
     hidden_layers: list[list[int]] = setting(
-        list,
-        "pairs of a student's and a teacher's layer, 0 for the embeddings",
-        "'[[1, 2], [2, 4]]'",
+        list, "pairs of a student's and a teacher's layer, 0: embeddings", "'[[1, 2], [2, 4]]'"
     )
     relation_layer: int = setting(
-        -1, "teacher's layer of relations, from 0, or negative from the end", "-1"
+        -1, "teacher's layer of relations, from 0; negative: from the end", "-1"
     )
     relation_heads: int = setting(0, "heads of relations; 0 for the teacher's number", "32")
-    distance: Literal["cosine", "mse"] = setting(
-        "cosine", "distance of vectors: cosine or mse", "mse"
-    )
-    corpus: list[str] = setting(
-        list, "list of files or folders of text: .txt, .gz or .xz", "'[\"corpus/\"]'"
-    )
-    unit: Unit = setting(
-        "sentences", "samples of plain text: sentences, blocks or passages", "passages"
-    )
+    distance: Literal["cosine", "mse"] = setting("cosine", "of vectors: cosine or mse", "mse")
+    unit: Unit = setting("sentences", "samples of text: sentences, blocks or passages", "passages")
     corpus_batch_size: int = setting(32, "texts in a batch of plain text", "32", ge=1)
-    cache: str = setting("runs/cache", "directory of tokenized text", "runs/cache")
 
     @model_validator(mode="after")
     def _losses_fit(self) -> Self:

