@@ -318,7 +318,9 @@ def test_modernbert_may_tell_two_texts_apart(tmp_path: Path) -> None:
     assert not embeddings.token_type.weight.grad[0].any()
     assert embeddings.token_type.weight.grad[1].any()
     both = embeddings.word(input_ids) + embeddings.token_type.weight[second]
-    torch.testing.assert_close(embeddings(input_ids, second), embeddings.norm(both), **TOLERANCE)
+    torch.testing.assert_close(
+        embeddings(input_ids, second, rest[0]), embeddings.norm(both), **TOLERANCE
+    )
 
 
 @every_case

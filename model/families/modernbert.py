@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from model.attention import FULL, Mask, PackedLayout, ScaledDotProductAttention
-from model.bert import ACTIVATIONS, Projections
+from model.bert import ACTIVATIONS, Bert, Projections
 from model.config import BertConfig
 from model.families.bert_names import BERT
 from model.pooling import first_tokens, mean_tokens
@@ -170,7 +170,7 @@ class ModernBertEmbeddings(nn.Module):
         segments, hidden = config.type_vocab_size, config.hidden_size
         self.token_type = nn.Embedding(segments, hidden, padding_idx=0) if segments else None
 
-    def forward(self, input_ids: Tensor, token_type_ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor, position_ids: Tensor) -> Tensor:
         x = self.word(input_ids)  # [T, H]
         if self.token_type is not None:
             x = x + self.token_type(token_type_ids)  # [T, H]
@@ -228,26 +228,23 @@ class ModernBertLayer(nn.Module):
         self.feed_forward_norm = norm(config)
         self.feed_forward = ModernBertFeedForward(config)
 
-    def forward(self, x: Tensor, layout: PackedLayout, by: Rotation) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), layout, by)
+    def forward(self, x: Tensor, layout: PackedLayout, by: Mapping[str, Rotation]) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), layout, by[self.kind])
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
-class ModernBert(nn.Module):
+class ModernBert(Bert):
     """The encoder. `input_ids`, `token_type_ids`, `position_ids` [T] -> last hidden state [T, H]."""
 
-    pooler = None
+    make_embeddings = ModernBertEmbeddings
     has_pooler = False
 
     def __init__(self, config: ModernBertConfig, pooler: bool = True):
-        super().__init__()
-        self.config = config
-        self.embeddings = ModernBertEmbeddings(config)
-        self.layers = nn.ModuleList(
-            ModernBertLayer(config, i) for i in range(config.num_hidden_layers)
-        )
+        super().__init__(config, pooler)
         self.norm = norm(config)
-        self.apply(self.init_weights)
+
+    def make_layers(self, config: ModernBertConfig) -> nn.ModuleList:
+        return nn.ModuleList(ModernBertLayer(config, i) for i in range(config.num_hidden_layers))
 
     def init_weights(self, module: nn.Module) -> None:
         """Initialize with a truncated normal, scaled by 1 / sqrt(2 * layers) for outputs to the residual stream."""
@@ -262,18 +259,13 @@ class ModernBert(nn.Module):
             for projection in (module.attention.output, module.feed_forward.down):
                 projection.weight.data /= math.sqrt(2 * self.config.num_hidden_layers)
 
-    def forward(
-        self, input_ids: Tensor, token_type_ids: Tensor, position_ids: Tensor, layout: PackedLayout
-    ) -> Tensor:
-        """`[T]` each -> `[T, H]`."""
-        x = self.embeddings(input_ids, token_type_ids)  # [T, H]
-        c = self.config
-        rotations = {
-            kind: rotation(position_ids, c.head_size, theta) for kind, theta in c.thetas.items()
-        }
-        for layer in self.layers:
-            x = layer(x, layout, rotations[layer.kind])  # [T, H]
-        return self.norm(x)  # [T, H]
+    def shared_inputs(self, position_ids: Tensor, layout: PackedLayout) -> dict[str, Rotation]:
+        """The rotations of all positions, by the kind of layer."""
+        size, thetas = self.config.head_size, self.config.thetas
+        return {kind: rotation(position_ids, size, theta) for kind, theta in thetas.items()}
+
+    def forward(self, *inputs: Any) -> Tensor:
+        return self.norm(super().forward(*inputs))  # [T, H]
 
 
 # -- heads ------------------------------------------------------------------------------------------------------------

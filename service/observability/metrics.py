@@ -91,25 +91,19 @@ class Metrics:
             "quartet_request_duration_seconds",
             "Seconds from a request's arrival to the end of its response.",
             SECONDS,
-            "route",
-            "model",
-            "status",
+            "route model status",
         )
         self._answers = self._histogram(
             "quartet_answer_duration_seconds",
-            "Seconds from the arrival of an inference request to the end of its successful response, by priority"
-            " class.",
+            "Seconds from the arrival of an inference request to the end of its successful response, by priority.",
             SECONDS,
-            "priority",
-            "route",
-            "model",
+            "priority route model",
         )
         self._stages = self._histogram(
             "quartet_stage_seconds",
             "Seconds of each stage of a request; with several windows, of the slowest.",
             STAGE_SECONDS + SECONDS,
-            "stage",
-            "model",
+            "stage model",
         )
         self._queue_wait = self._histogram(
             "quartet_queue_wait_seconds",
@@ -148,12 +142,7 @@ class Metrics:
         self._info = self._gauge(
             "quartet_model_info",
             "1 for each loaded model, with its state and how it is computed.",
-            "model",
-            "sha256",
-            "state",
-            "precision",
-            "provider",
-            "runtime",
+            "model sha256 state precision provider runtime",
         )
         self._rejected = self._counter(
             "quartet_requests_rejected_total",
@@ -171,7 +160,7 @@ class Metrics:
             "code",
         )
         self._tokens = self._counter(
-            "quartet_tokens_total", "Tokens of answered requests, by tenant.", "model", "tenant"
+            "quartet_tokens_total", "Tokens of answered requests, by tenant.", "model tenant"
         )
         self._poison = self._counter(
             "quartet_poison_inputs_total",
@@ -181,21 +170,17 @@ class Metrics:
         self._self_tests = self._counter(
             "quartet_canary_runs_total",
             "Self-tests of models: computations of a known input.",
-            "model",
-            "outcome",
+            "model outcome",
         )
         self._orders = self._counter(
             "quartet_model_orders_total",
             "Commands that load, promote, roll back or unload models.",
-            "order",
-            "outcome",
+            "order outcome",
         )
         self._compared = self._counter(
             "quartet_shadow_answers_total",
             "Results of a candidate version for mirrored requests, by comparison with the current version.",
-            "model",
-            "head",
-            "outcome",
+            "model head outcome",
         )
         self._lost_lines = self._counter(
             "quartet_log_lines_lost_total",
@@ -213,20 +198,17 @@ class Metrics:
             for outcome in OUTCOMES:
                 self._orders.labels(order, outcome)
 
-    def _histogram(
-        self, name: str, text: str, buckets: tuple[float, ...], *labels: str
-    ) -> Histogram:
-        made = Histogram(name, text, labels, buckets=buckets, registry=self.registry)
-        if "model" in labels:
-            self._of_models.append(made)
+    def _histogram(self, name: str, text: str, buckets: Sequence[float], labels: str) -> Histogram:
+        made = Histogram(name, text, labels.split(), buckets=buckets, registry=self.registry)
+        self._of_models.append(made)
         return made
 
-    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(name, text, labels, registry=self.registry)
+    def _gauge(self, name: str, text: str, labels: str = "") -> Gauge:
+        return Gauge(name, text, labels.split(), registry=self.registry)
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        made = Counter(name, text, labels, registry=self.registry)
-        if "model" in labels:
+    def _counter(self, name: str, text: str, labels: str = "") -> Counter:
+        made = Counter(name, text, labels.split(), registry=self.registry)
+        if "model" in labels.split():
             self._of_models.append(made)
         return made
 
