@@ -26,6 +26,8 @@ VOCABULARIES = (
     *("sentencepiece.bpe.model", "spiece.model"),
 )
 PROBE = "a \u2603\U0010fffe"  # a letter, and characters that no vocabulary has
+# Repetitions, on which a regular expression that tries every way to split a text exceeds its library's limit.
+REPETITIONS = tuple(f"{200 * letter}{end}" for letter in "aA1 .\u6587" for end in "b!\n")
 COMPATIBLE = "ａﬁ²"  # characters that SentencePiece's usual normalization replaces
 SWITCHES = {
     *("do_lower_case", "strip_accents", "tokenize_chinese_chars", "keep_accents"),
@@ -276,6 +278,7 @@ def _check_template(path: Path, tokenizer: Tokenizer) -> None:
     """Refuse a tokenizer that fails on some text, or that puts no special tokens around texts."""
     with _refusing(f"{path}: the tokenizer fails on a text"):
         found = [tokenizer.encode("a"), tokenizer.encode("a", "a"), tokenizer.encode(PROBE)]
+        tokenizer.encode_batch([*REPETITIONS])
     for encoding, texts in zip(found, (1, 2, 1), strict=True):
         if not any(encoding.special_tokens_mask):
             raise CheckpointError(

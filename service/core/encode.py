@@ -116,8 +116,15 @@ def tokenizer_errors(message: str) -> Iterator[None]:
     """Raise ValueError with a message for each error of the library, which has no error class of its own."""
     try:
         yield
-    except Exception as error:  # tokenizers raises this class itself
+    except BaseException as error:  # tokenizers raises Exception itself
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         raise ValueError(f"{message}: {error}") from None
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return whether an error is a panic of the library's Rust code, whose class cannot be imported."""
+    return type(error).__name__ == "PanicException"
 
 
 def _plain(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:

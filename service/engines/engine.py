@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from service.core.bundle import EMBEDDING_FIELDS, BundleTexts, Head, Manifest, Task
-from service.core.encode import Cut, Encoded, Encoder, TextError
+from service.core.encode import Cut, Encoded, Encoder, TextError, is_panic
 from service.engines.device import Device, RunsOn
 from service.engines.model_state import ServedModel
 from service.engines.result_collector import (
@@ -23,7 +23,7 @@ from service.engines.result_collector import (
     windows,
 )
 from service.engines.task_plan import CHARACTER_BYTES, SCORED_BYTES, Limits, TaskPlan, characters
-from service.errors import InvalidInput, TooLarge, UnknownHead
+from service.errors import InferenceFailed, InvalidInput, TooLarge, UnknownHead
 from service.scheduling.entries import Entry, EntryOutcome, Heads, Outcome, Outputs
 from service.scheduling.load import Flow
 from service.scheduling.text_threads import LONG_CHARACTERS, TextThreads
@@ -300,9 +300,9 @@ class Engine:
     ) -> W:
         """Run work on `tokens` tokens of a request, in a text thread if there are more than `most`."""
         if tokens <= most:
-            return work()
+            return _without_panic(work)
         size = CHARACTERS_PER_TOKEN * tokens
-        return await self._text_threads.run(self._flow(ticket), size, work)
+        return await self._text_threads.run(self._flow(ticket), size, partial(_without_panic, work))
 
     def _flow(self, ticket: Ticket) -> Flow:
         return Flow(self.id, ticket.priority, ticket.tenant)
@@ -317,7 +317,10 @@ class Engine:
         """
         self.limits.check(plan)
         encoded: EncodedRequest[C] = EncodedRequest()
-        parts = _work(plan, ticket.isolate_errors)
+        parts = [
+            (size, partial(_without_panic, work))
+            for size, work in _work(plan, ticket.isolate_errors)
+        ]
 
         # The annotation is quoted, because Python would compute it for each request.
         def add(own: "EncodedPart[C] | None") -> None:
@@ -487,6 +490,16 @@ def _work(
         for own in _parts(plan.sizes)
     ]
     return parts
+
+
+def _without_panic(work: Callable[[], W]) -> W:
+    """Return the result of work on texts. Raises InferenceFailed where the tokenizer's Rust code panics."""
+    try:
+        return work()
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise InferenceFailed(f"the tokenizer of the model fails on a text: {error}") from None
 
 
 def _encode_part(plan: TaskPlan[C, Any], part: slice, isolate: bool) -> EncodedPart[C]:

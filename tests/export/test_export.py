@@ -437,6 +437,19 @@ REFUSED: dict[str, tuple[Spoil, list[str], str]] = {
     "no config": (drop("config.json"), [], "config.json is missing"),
     "no weights": (drop("model.safetensors"), [], "model.safetensors is missing"),
     "no tokenizer": (drop("tokenizer.json"), [], "has neither tokenizer.json nor vocab.txt"),
+    "a panic": (
+        change(
+            "tokenizer.json",
+            pre_tokenizer={
+                "type": "Split",
+                "pattern": {"Regex": "(a+a+)+y"},
+                "behavior": "Isolated",
+                "invert": False,
+            },
+        ),
+        [],
+        "the tokenizer fails on a text: Onig: Regex search error",
+    ),
     "no checkpoint": (shutil.rmtree, [], "is no local directory, and the hub does not provide it"),
     "another pooling": (
         lambda _: None,

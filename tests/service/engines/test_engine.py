@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from numpy.typing import NDArray
+from tokenizers import Regex, Tokenizer
+from tokenizers.pre_tokenizers import Split
 
 from service.api.json_responses import JsonResponse
 from service.api.responses import ModelsResponse
@@ -116,6 +118,22 @@ async def test_classify(tiny: Engine, runner: Runner) -> None:
         assert [label.label for label in expected] == [label.label for label in found]
         assert all(close(a.score, b.score) for a, b in zip(expected, found, strict=True))
         assert close(1, sum(label.score for label in found))
+
+
+@pytest.mark.parametrize("repetitions", [60, 2 * INLINE_CHARACTERS])
+async def test_a_tokenizer_that_panics(
+    tiny: Engine, repetitions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A regular expression that gives up, on the loop or in a thread, is an error of the service."""
+    plain = tiny.encoder.tokenizer
+    broken = Tokenizer.from_str(plain.to_str())
+    broken.pre_tokenizer = Split(Regex("(x+x+)+y"), "isolated")
+    monkeypatch.setattr(tiny, "encoder", Encoder(broken, tiny.encoder.max_length))
+    text = "x" * repetitions
+    with pytest.raises(InferenceFailed, match=r"the tokenizer .* fails on a text: .*limit"):
+        await tiny.tokenize([text], None, ticket())
+    with pytest.raises(InferenceFailed, match="fails on a text"):
+        await tiny.answer(classify([text]), ticket())
 
 
 async def test_calibrated(tiny: Engine, tiny_bundle: Path, tmp_path: Path) -> None:
