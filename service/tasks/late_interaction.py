@@ -12,7 +12,6 @@ from service.core.encode import Cut, expand
 from service.engines.engine import Engine, Reply
 from service.engines.task_plan import (
     NUMBER_BYTES,
-    SCORED_BYTES,
     TaskPlan,
     characters,
     one_head,
@@ -60,7 +59,7 @@ class TokenEmbedding(Inputs, Windowed):
             skip = late.query_skip_token_ids if is_query else late.skip_token_ids
             return decode.token_vectors(outputs, ids, normalize=head.normalize, skip=skip)
 
-        row = NUMBER_BYTES * (head.dimensions or 0) + SCORED_BYTES
+        row = NUMBER_BYTES * (head.dimensions or 0) + len("[],")
         sizes = characters(self.inputs)
         return TaskPlan(
             (name,), sizes, encode, one_head(name, vectors), lambda _, item: row * item.tokens
