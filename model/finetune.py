@@ -129,6 +129,12 @@ class FinetuneSettings(TrainingSettings):
     @model_validator(mode="after")
     def _fit(self) -> Self:
         self.check_start()
+        folder = Path(self.output).name
+        if self.data and not re.fullmatch(bundle.NAME, folder):
+            raise ValueError(
+                f"output: {folder!r} cannot be the name of a bundle, of letters and digits, and . _ - behind them:"
+                " choose another, such as runs/questions, or make train NAME=questions"
+            )
         for name, head in self.heads.items():
             check_head(name, head)
         self.check_heads()

@@ -942,6 +942,13 @@ def test_settings_of_a_head_are_checked(settings: dict[str, Any], message: str) 
         FinetuneSettings(output="x", tokenizer="t", heads={"a": table})
 
 
+@pytest.mark.parametrize("name", ["données", "a+b", "it's", "-x", "a b"])
+def test_names_of_runs_that_no_bundle_can_have(name: str) -> None:
+    """`make train` names run and bundle after the file: a name that export refuses ends it before training."""
+    with pytest.raises(ValueError, match=r"^output: .* cannot be the name of a bundle.* NAME="):
+        FinetuneSettings(output=f"runs/{name}", init_from="t", data=f"{name}.csv")
+
+
 @pytest.mark.parametrize(
     "name", ["lengths", "cu_seqlens", "my head", "-a", "", "type", "keys", "a.b"]
 )
