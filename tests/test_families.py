@@ -160,14 +160,15 @@ NOT_THERE = {("nomic_bert", "qa")}  # in transformers
 
 
 def sample(case: Case, lengths: Any = LENGTHS["mixed"], seed: int = 0) -> Packed:
-    """A batch without padding tokens; the last sequence is as long as the case has positions for."""
+    """A batch with padding tokens as text; the last sequence is as long as the case has positions for."""
     config = family_config(case)
     lengths = (
         [*lengths, config.max_length] if case.fields.get("max_position_embeddings") else lengths
     )
     packed = batch(lengths, seed=seed)
     types = packed.token_type_ids if config.type_vocab_size > 1 else 0 * packed.token_type_ids
-    ids = np.where(packed.input_ids == config.pad_token_id, 5, packed.input_ids)
+    ids = packed.input_ids.copy()
+    ids[4::9] = config.pad_token_id
     return Packed(ids, types, packed.position_ids, packed.layout)
 
 

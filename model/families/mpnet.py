@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from model.attention import PackedLayout, count_slots
 from model.bert import Bert
 from model.families.distilbert import DistilBertEmbeddings as DistilBertEmbeddings
-from model.families.roberta import ROBERTA, RobertaConfig
+from model.families.roberta import ROBERTA, RobertaConfig, position_rows
 from service.core import packing
 
 FARTHEST = 128  # tokens; all larger distances share a bucket
@@ -47,8 +47,8 @@ class MPNetEmbeddings(DistilBertEmbeddings):
         self.first_position = config.first_position
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor, position_ids: Tensor) -> Tensor:
-        positions = position_ids + self.first_position
-        return super().forward(input_ids, token_type_ids, positions)  # [T, H]
+        rows = position_rows(input_ids, position_ids, self.first_position)  # [T]
+        return super().forward(input_ids, token_type_ids, rows)  # [T, H]
 
 
 class MPNet(Bert):

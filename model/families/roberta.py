@@ -47,6 +47,19 @@ class RobertaConfig(BertConfig):
         return self.max_position_embeddings - self.first_position
 
 
+def position_rows(input_ids: Tensor, position_ids: Tensor, first: int) -> Tensor:
+    """Return the row of the position table for each token, `[T]`.
+
+    first: the row of a sequence's first token
+    A padding token in a text has the row before, and later tokens do not count it, as in transformers.
+    """
+    padding = (input_ids == first - 1).to(position_ids.dtype)  # [T]
+    before = torch.cumsum(padding, 0) - padding  # [T] padding tokens before each token
+    places = torch.arange(input_ids.shape[0], device=input_ids.device)  # [T]
+    counted = position_ids - before + before.index_select(0, places - position_ids)  # [T]
+    return first + counted - padding * (counted + 1)
+
+
 class RobertaEmbeddings(BertEmbeddings):
     """BERT's embeddings with one segment, and without the first positions."""
 
@@ -55,8 +68,8 @@ class RobertaEmbeddings(BertEmbeddings):
         self.first_position = config.first_position
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor, position_ids: Tensor) -> Tensor:
-        positions = position_ids + self.first_position
-        return super().forward(input_ids, torch.zeros_like(token_type_ids), positions)  # [T, H]
+        rows = position_rows(input_ids, position_ids, self.first_position)  # [T]
+        return super().forward(input_ids, torch.zeros_like(token_type_ids), rows)  # [T, H]
 
 
 class Roberta(Bert):
