@@ -92,16 +92,6 @@ def full_file(bundle: Path, folder: Path) -> Iterator[tuple[Server, Log]]:
 
 
 @contextmanager
-def room_in_file(bundle: Path, folder: Path) -> Iterator[tuple[Server, Log]]:
-    """The control: the same load, and a log that can be written."""
-    file = File(folder / "log")
-    end = os.open(file.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    with logging_to(end, service(bundle), file) as server:
-        log_lines(server, 120)
-        yield server, file
-
-
-@contextmanager
 def no_reader(bundle: Path, folder: Path) -> Iterator[tuple[Server, Log]]:
     """A server whose log is a pipe that its reader has closed."""
     reader, end = os.pipe()
@@ -122,7 +112,7 @@ def idle_reader(bundle: Path, folder: Path) -> Iterator[tuple[Server, Log]]:
     os.close(reader)
 
 
-LOGS = {"full": full_file, "closed": no_reader, "idle": idle_reader, "control": room_in_file}
+LOGS = {"full": full_file, "closed": no_reader, "idle": idle_reader}
 
 
 @pytest.mark.promise("A log that cannot be written loses its lines, but no request.")
