@@ -83,7 +83,7 @@ class Server(GracefulServer):
     async def start_grpc(self) -> None:
         """Start to accept calls over gRPC, whose packages are imported only here."""
         from service.api.dialects.grpc_server import GrpcServer
-        from service.api.dialects.inference_grpc import SERVICES
+        from service.api.dialects.standard_grpc import SERVICES
 
         settings = self.service.settings
         served, _ = divide_connections(settings)

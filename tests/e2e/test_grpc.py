@@ -21,8 +21,22 @@ from tests.e2e.conftest import Server, children, serving, start, until
 
 grpc = pytest.importorskip("grpc")
 
+from google.protobuf.descriptor_pool import DescriptorPool  # noqa: E402
+from google.protobuf.message_factory import GetMessageClass  # noqa: E402
+
 from service.api.dialects import open_inference_pb2 as messages  # noqa: E402
 from service.api.dialects.inference_grpc import RPCS, SERVICE  # noqa: E402
+from service.api.dialects.standard_grpc import (  # noqa: E402
+    ANSWER,
+    ASKED,
+    HEALTH,
+    NOT_SERVING,
+    REFLECTION,
+    SERVICE_UNKNOWN,
+    SERVICES,
+    SERVING,
+    class_of,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -303,6 +317,65 @@ def test_a_slow_message(tiny_bundle: Path) -> None:
             assert "DEADLINE_EXCEEDED" == call.code().name
             assert "within 1 s" in call.details()
         assert "INVALID_ARGUMENT" == send(channel).code().name
+
+
+def test_health(tiny_bundle: Path, tmp_path: Path) -> None:
+    """The standard health checks need no key, answer for the server and each service, and report the drain."""
+    key, keys = make_key(), tmp_path / "keys.toml"
+    keys.write_text(record("tenant", key))
+    options = ("--grpc-port", 0, "--api-keys", keys)
+    with serving(tiny_bundle, *options) as server, channel_to(server) as channel:
+
+        def status(service: str) -> Any:
+            asked = ASKED(service=service).SerializeToString()
+            return ANSWER.FromString(
+                channel.unary_unary(f"/{HEALTH}/Check")(asked, timeout=60)
+            ).status
+
+        assert [SERVING] * 3 == [status(service) for service in ("", SERVICE, HEALTH)]
+        with pytest.raises(grpc.RpcError) as raised:
+            status("other")
+        assert grpc.StatusCode.NOT_FOUND == raised.value.code()
+        watch = channel.unary_stream(f"/{HEALTH}/Watch", response_deserializer=ANSWER.FromString)
+        states = watch(b"", timeout=60)
+        assert SERVING == next(states).status
+        assert SERVICE_UNKNOWN == next(watch(ASKED(service="other").SerializeToString())).status
+        server.process.send_signal(signal.SIGTERM)
+        assert [NOT_SERVING] == [state.status for state in states]
+        assert 0 == server.process.wait(60)
+        assert "Traceback" not in "".join(server.log)
+
+
+@pytest.mark.parametrize("name", REFLECTION)
+def test_reflection(channel: Any, name: str) -> None:
+    """A client that knows nothing learns the services, their calls and their messages, and can send a request."""
+    asked, answer = (
+        class_of(name.replace("ServerReflection", f"ServerReflection{kind}"))
+        for kind in ("Request", "Response")
+    )
+    method = channel.stream_stream(
+        f"/{name}/ServerReflectionInfo",
+        request_serializer=asked.SerializeToString,
+        response_deserializer=answer.FromString,
+    )
+    questions = [{"list_services": ""}]
+    questions += [{"file_containing_symbol": service} for service in SERVICES]
+    questions += [{"file_by_filename": "grpc_service.proto"}, {"file_containing_symbol": "a.B"}, {}]
+    listed, *files, unknown, none = method(iter([asked(**one) for one in questions]), timeout=60)
+    assert [*SERVICES] == [one.name for one in listed.list_services_response.service]
+    assert 5 == unknown.error_response.error_code == none.error_response.error_code
+    pool = DescriptorPool()
+    for found in files[:-1]:
+        (described,) = found.file_descriptor_response.file_descriptor_proto
+        pool.AddSerializedFile(described)
+    for service, rpcs in SERVICES.items():
+        assert [*rpcs] == [call.name for call in pool.FindServiceByName(service).methods]
+    infer = pool.FindServiceByName(SERVICE).FindMethodByName(INFER)
+    request = GetMessageClass(infer.input_type)(model_name="tiny", inputs=[texts()])
+    assert (
+        request.SerializeToString()
+        == messages.ModelInferRequest.FromString(request.SerializeToString()).SerializeToString()
+    )
 
 
 def test_pings(server: Server) -> None:

@@ -35,6 +35,7 @@ from service.settings import Settings
 STREAMS = 100  # concurrent calls on a connection; the client queues further ones
 UNREAD_BYTES = 16_384  # that the library accepts of a message before the call passes the checks
 QUICK_S = 0.1  # within which most messages have arrived
+MESSAGES = 1000  # of a stream, which then ends
 STOPPING_S = 0.4  # for calls that are on their way
 PING_MS = 500  # least time between pings of a client; usual clients send more than the library's default allows
 # The status of a failed call, by the status that the error has over HTTP.
@@ -102,6 +103,9 @@ class GrpcServer:
         self._address = (settings.host, settings.grpc_port or 0)
         self._running = 0  # calls
         self._calls = Budget(2 * most)
+        self._open_calls = Budget(
+            2 * STREAMS
+        )  # apart, so that strangers do not use those of tenants
         self._stopping = asyncio.Event()
         self._server = grpc.aio.server(
             options=[
@@ -189,8 +193,8 @@ class GrpcServer:
         if own.refusal is not None:
             raise own.refusal
         if rpc.is_stream or not rpc.is_open:
-            self._count(own)
-        while True:
+            self._count(own, self._open_calls if rpc.is_open else self._calls)
+        for _ in range(MESSAGES):
             raw = b"" if rpc.asked is None else await self._read(rpc, scope, call)
             if raw is grpc.aio.EOF:
                 if rpc.is_stream:
@@ -202,13 +206,14 @@ class GrpcServer:
                 return await answers
             async for answer in answers:
                 await call.write(answer)
+        return None
 
-    def _count(self, own: RequestContext) -> None:
+    def _count(self, own: RequestContext, calls: Budget) -> None:
         """Count a call until it is over. Raises Overloaded if its client has more than are left for other clients."""
         client = own.tenant or own.client
-        self._calls.change(client, 1)
-        own.on_finish.append(lambda _: self._calls.change(client, -1))
-        if self._calls.exceeded(client):
+        calls.change(client, 1)
+        own.on_finish.append(lambda _: calls.change(client, -1))
+        if calls.exceeded(client):
             raise Overloaded("too many calls of this client are in progress: send fewer at once")
 
     async def _read(self, rpc: Rpc, scope: Scope, call: Any) -> Any:

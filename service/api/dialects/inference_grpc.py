@@ -8,7 +8,7 @@ from starlette.requests import Request as HttpRequest
 from service import __version__
 from service.api.admin import tenant_of
 from service.api.dialects import open_inference_pb2 as messages
-from service.api.dialects.grpc_server import Rpc, Services
+from service.api.dialects.grpc_server import Rpc
 from service.api.dialects.inference_dialect import (
     EXTENSIONS,
     PREFIX,
@@ -225,4 +225,3 @@ RPCS: Mapping[str, Rpc] = {
         "POST", f"{REPOSITORY}/models/", messages.RepositoryModelUnloadRequest, unload
     ),
 }
-SERVICES: Services = {SERVICE: RPCS}
