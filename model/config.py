@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Self, get_type_hints
 
+MOST_LAYERS = 1000  # without a limit, a wrong number takes all memory before its tensors are missing
+
 
 @dataclass(frozen=True)
 class BertConfig:
@@ -49,6 +51,9 @@ class BertConfig:
 
     def __post_init__(self) -> None:
         self._check_values()
+        if self.num_hidden_layers > MOST_LAYERS:
+            word = self.words.get("num_hidden_layers", "num_hidden_layers")
+            raise ValueError(f"{word} = {self.num_hidden_layers} exceeds {MOST_LAYERS}")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}"

@@ -390,7 +390,7 @@ class Manifest(_Record):
     version: str = Field(pattern=NAME)
     heads: dict[Annotated[str, StringConstraints(pattern=NAME)], Head] = Field(min_length=1)
     default_precision: Precision
-    max_length: int = Field(ge=8)
+    max_length: int = Field(ge=8, le=1_000_000)
     vocabulary: Vocabulary
     graphs: tuple[Graph, ...] = Field(min_length=1)
     goldens: Goldens

@@ -82,6 +82,7 @@ def test_from_dict_ignores_what_does_not_shape_the_encoder() -> None:
     ("fields", "message"),
     [
         ({"model_type": "roberta"}, "model_type 'roberta' is not 'bert'"),
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers = 10000000 exceeds 1000"),
         ({"hidden_act": "gelu_new"}, "'gelu_new': only 'gelu' is bert's"),
         ({"hidden_size": 100}, "hidden_size 100 is not a multiple of num_attention_heads 12"),
     ],

@@ -306,6 +306,7 @@ BAD: list[tuple[str, Callable[[Any], Any], str]] = [
     ("unknown field", lambda m: m.update(hedas={}), "hedas: Extra inputs are not permitted"),
     ("no heads", lambda m: m.update(heads={}), "heads: Dictionary should have at least 1 item"),
     ("no graphs", lambda m: m.update(graphs=[]), "graphs: Tuple should have at least 1 item"),
+    ("endless", lambda m: m.update(max_length=2**62), "max_length: Input should be less than or"),
     ("short", lambda m: m.update(max_length=7), "max_length: Input should be greater than or"),
     ("task", lambda m: m["heads"]["vectors"].update(task="rank"), "heads.vectors.task: Input"),
     ("no labels", lambda m: m["heads"]["sentiment"].pop("labels"), "heads.sentiment: Value error"),
