@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Self, get_type_hints
 
-MOST_LAYERS = 1000  # without a limit, a wrong number takes all memory before its tensors are missing
+MOST_LAYERS = (
+    1000  # without a limit, a wrong number takes all memory before its tensors are missing
+)
 
 
 @dataclass(frozen=True)

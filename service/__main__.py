@@ -26,6 +26,7 @@ from service import __version__
 from service.observability import logs
 from service.processes.child_process import drop_early
 from service.processes.supervisor import Processes
+from service.server.connection_limits import LEAST_FILES, allowed_files
 from service.server.sockets import reuse_address
 from service.server.unix_socket import UnixListener
 from service.settings import (
@@ -74,6 +75,11 @@ def serve(settings: Settings, source: KeySource | None = None) -> None:
     if settings.runtime_telemetry and not os.environ.get(TELEMETRY_OFF):
         os.environ[TELEMETRY_OFF] = "0"  # before a process loads the library; children inherit it
         drop_early()  # it has inherited the former value
+    if (files := allowed_files(settings)) < LEAST_FILES:
+        raise fail(
+            f"a process may open {files} files, and needs {LEAST_FILES} at least: raise `ulimit -n`",
+            2,
+        )
     reserved: list[socket.socket] = []
     if settings.uds is None:
         listeners = [bind(settings.host, settings.port)]

@@ -12,6 +12,7 @@ log = structlog.get_logger()
 FEW = 256  # minimum of excess connections; with fewer, a flood closes them before their response
 OTHER_FILES = 512  # files that a process may open in addition to those for its connections
 OWN_FILES = 256  # part of OTHER_FILES that is reserved for other files than connections
+LEAST_FILES = 64  # with fewer, a process cannot even load its modules and models while it serves
 PROBES = 32  # connections to the port of the metrics; twice as many of OWN_FILES are for them
 
 

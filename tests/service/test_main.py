@@ -1,5 +1,6 @@
 import asyncio
 import re
+import resource
 import signal
 import socket
 from collections import Counter
@@ -15,7 +16,7 @@ from fastapi import FastAPI
 from structlog.typing import EventDict
 
 from service import __main__ as service_main
-from service.__main__ import bind, bind_unix, main, reserve
+from service.__main__ import bind, bind_unix, main, reserve, serve
 from service.core import device_table
 from service.core.cpu import CPU
 from service.core.cuda import CUDA
@@ -273,3 +274,13 @@ async def test_a_drain_loses_no_client(
     ends = sum((asked.result() for asked in asking), Counter[str]())
     assert (ends["answered"] > 0, ends["lost"]) == (True, 0)
     assert {"event": "draining", "log_level": "info", "limit_s": 30.0} in lines
+
+
+def test_few_files(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A limit of open files with which no process works ends the service at start."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (24, 24))
+    with pytest.raises(SystemExit) as ended:
+        serve(Settings())
+    assert 2 == ended.value.code
+    expected = "quartet: a process may open 24 files, and needs 64 at least: raise `ulimit -n`\n"
+    assert expected == capsys.readouterr().err
