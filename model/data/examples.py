@@ -241,6 +241,7 @@ def join_sentences(rows: Sequence[Sentence], count: int) -> list[Sentence]:
             part[0].where,
             [word for row in part for word in row.words],
             [tag for row in part for tag in row.tags],
+            " ".join(row.text for row in part),
         )
         for part in parts
         if len(part) > 1

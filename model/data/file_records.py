@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from model.data import spans
 from service.core.data_files import rows
 from service.core.data_files.columns import Needs, choose, fits
 from service.core.data_files.rows import Format
@@ -74,6 +75,8 @@ def read_objects(path: Path, needs: Needs, query: str, *, lines: bool) -> Iterat
     lines: whether the file has one JSON object per line
     """
     for where, row in rows.read_objects(path, None if lines else rows.read_document(path)):
+        if needs.task == "ner":
+            row = spans.flatten(row)  # noqa: PLW2901
         chosen = choose(where, needs, tuple(row), query)
         yield where, Fields({field: row[name] for field, name in chosen.items()}, chosen)
 
@@ -88,7 +91,7 @@ def _cell_reader(field: str, problem_type: str | None) -> Callable[[str], Any]:
         return lambda cell: int(_number(cell)) if cell.strip() else None
     if field in ("tokens", "tags"):
         return lambda cell: _list(cell, None) if cell.strip() else None
-    if field in ("texts", "answers"):
+    if field in ("texts", "answers", "entities"):
         return lambda cell: _json_value(cell) if cell.strip() else None
     if field == "negatives":
         return lambda cell: (_json_value(cell) if cell.startswith("[") else cell) or None

@@ -3,6 +3,7 @@
     task             a row                                                           other formats
     classification   text, text_pair?, label or labels or score
     ner              tokens, tags                                                    CoNLL: `token ... TAG` a line
+                      or text, entities
     qa               question, context, answers or answer and answer_start           SQuAD 1.1 or 2.0
     embedding        text, text_pair, score; paraphrases: texts, or text, text_pair
                      and a label of SAME; related texts: anchor, positive, negatives
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from model.data import checksums, conll, file_records, hf_datasets
+from model.data import checksums, conll, file_records, hf_datasets, spans
 from model.data.file_records import Fields
 from service.core.data_files import columns, sources
 from service.core.data_files.text_files import DataError
@@ -49,20 +50,30 @@ class Text:
 
 @dataclass(frozen=True)
 class Sentence:
-    """Words and their BIO tags. The text is the words joined by single spaces."""
+    """Words and their BIO tags.
+
+    passage: the text that has only blanks between the words; empty if they are joined by single spaces
+    """
 
     where: str
     words: list[str]
     tags: list[str]
+    passage: str = ""
 
     @property
     def text(self) -> str:
-        return " ".join(self.words)
+        return self.passage or " ".join(self.words)
 
     @property
     def starts(self) -> NDArray[np.int64]:
         """Where each word starts in the text, in code points."""
-        return np.cumsum([0, *(len(word) + 1 for word in self.words[:-1])])
+        if not self.passage:
+            return np.cumsum([0, *(len(word) + 1 for word in self.words[:-1])])
+        starts, at = [], 0
+        for word in self.words:
+            starts.append(self.passage.index(word, at))
+            at = starts[-1] + len(word)
+        return np.array(starts, np.int64)
 
 
 @dataclass(frozen=True)
@@ -210,6 +221,14 @@ def _text(where: str, row: dict[str, Any], problem_type: str | None) -> Text:
 
 
 def _tagged(where: str, row: dict[str, Any], labels: Sequence[str]) -> Sentence:
+    if "tags" not in row and "entities" in row:
+        text = _get(where, row, "text")
+        found = spans.read(where, text, _get(where, row, "entities", kind=list))
+        for start, end, _ in spans.cuts(text, found):
+            conll.log(f"{where}: the entity {text[start:end]!r} ({start}-{end}) cuts a word")
+        if not text.strip():
+            raise MissingFieldError(where, "text")
+        return Sentence(where, *spans.to_words(text, found), text)
     words, tags = _get(where, row, "tokens", kind=list), _get(where, row, "tags", kind=list)
     if len(words) != len(tags) or not all(isinstance(word, str) for word in words):
         raise DataError(f"{where}: tokens must be strings, and as many as tags")

@@ -34,6 +34,7 @@ ALSO = {
     "score": ("similarity_score",),
     "answer": ("answer_text",),
     "label": ("labels",),
+    "entities": ("spans", "ents", "label", "result"),
 }
 
 
@@ -61,7 +62,11 @@ TRAINING = {
             ("texts",),
         ),
     ),
-    "ner": Needs("ner", ("tokens", "tags"), (("tokens", "tags"),)),
+    "ner": Needs(
+        "ner",
+        ("tokens", "tags", "text", "entities"),
+        (("tokens", "tags"), ("text", "entities")),
+    ),
     "qa": Needs(
         "qa",
         ("question", "context", "answers", "answer", "answer_start", "is_impossible"),

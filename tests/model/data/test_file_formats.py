@@ -320,6 +320,77 @@ def test_tags_that_are_numbers(tmp_path: Path) -> None:
         labelled_rows.read(tmp_path / "a.jsonl", "ner", None, labels[:2])
 
 
+SPANS = [
+    {
+        "text": "Ada, née\tByron!",
+        "entities": [{"start": 0, "end": 3, "label": "PER"}, [9, 14, "PER"]],
+    },
+    {
+        "text": "Ada, née\tByron!",
+        "label": [[9, 14, "PER"], [0, 3, "PER"]],  # doccano
+    },
+    {
+        "text": "Ada, née\tByron!",
+        "tokens": [{"text": "Ada", "id": 0}],
+        "spans": [{"start": s, "end": e, "label": "PER"} for s, e in ((0, 3), (9, 14))],  # Prodigy
+    },
+    {
+        "data": {"text": "Ada, née\tByron!"},  # Label Studio
+        "annotations": [
+            {
+                "result": [
+                    {"value": {"start": s, "end": e, "labels": ["PER"]}, "type": "labels"}
+                    for s, e in ((0, 3), (9, 14))
+                ]
+            }
+        ],
+    },
+    {
+        "text": "Ada, née\tByron!",
+        "result": [{"entity_group": "PER", "start": s, "end": e} for s, e in ((0, 3), (9, 14))],
+    },
+]
+
+
+@pytest.mark.parametrize("row", SPANS)
+def test_entities_as_spans(tmp_path: Path, row: dict[str, Any]) -> None:
+    """The text stays as it is, and its words have the tags of the spans."""
+    [found] = read(tmp_path / "a.json", json.dumps([row]), "ner")
+    assert found.text == "Ada, née\tByron!"
+    assert found.words == ["Ada", ",", "née", "Byron", "!"]
+    assert found.tags == ["B-PER", "O", "O", "B-PER", "O"]
+    assert found.starts.tolist() == [0, 3, 5, 9, 14]
+
+
+def test_spans_that_cut_words(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They are reported, and learned as they stand; Chinese has no spaces to cut between."""
+    lines = [
+        {"text": "Parisian 東京都", "entities": [[0, 5, "LOC"], [9, 11, "LOC"]]},
+        {"text": "Ada Byron", "entities": [[0, 3, "A"], [3, 9, "B"]]},
+    ]
+    first, second = read(tmp_path / "a.jsonl", "\n".join(map(json.dumps, lines)), "ner")
+    assert first.words == ["Paris", "ian", "東京", "都"]
+    assert first.tags == ["B-LOC", "O", "B-LOC", "O"]
+    assert second.tags == ["B-A", "B-B"]
+    assert caplog.messages == [f"{tmp_path / 'a.jsonl'}:1: the entity 'Paris' (0-5) cuts a word"]
+
+
+@pytest.mark.parametrize(
+    ("entities", "message"),
+    [
+        ([[0, 9, "X"]], r"an entity may not be \[0, 9, 'X'\]: .*the 7 characters"),
+        ([[2, 2, "X"]], "an entity may not be"),
+        ([[3, 4, "X"]], "an entity may not be"),
+        ([{"start": 0, "end": 3}], r"an entity may not be \[0, 3, None\]"),
+        ([[0, 3, "X"], [2, 5, "Y"]], r"the entities 'Ada' \(0-3\) and 'a s' \(2-5\) overlap"),
+    ],
+)
+def test_wrong_spans(tmp_path: Path, entities: list[Any], message: str) -> None:
+    text = json.dumps({"text": "Ada sat", "entities": entities})
+    with pytest.raises(DataError, match=rf"a\.jsonl:1: {message}"):
+        read(tmp_path / "a.jsonl", text, "ner")
+
+
 # -- errors ---------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,85 @@
+"""Entities as spans of a text, as annotation tools, spaCy and the service's `/ner` write them, to words and BIO tags.
+
+An entity is `[start, end, label]`, or an object with `start` and `end` (or `start_offset` and `end_offset`) and
+`label`, `labels` or `entity_group`. Offsets count code points, and `end` is exclusive.
+"""
+
+import re
+import unicodedata
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from service.core.data_files.text_files import DataError
+
+WORD = re.compile(r"\w+|[^\w\s]")
+
+
+class Span(NamedTuple):
+    """An entity of a text."""
+
+    start: int
+    end: int
+    label: str
+
+
+def flatten(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a task of Label Studio as a text with its entities, and any other row as it is."""
+    data, annotations = row.get("data"), row.get("annotations")
+    if not isinstance(data, dict) or not isinstance(annotations, list):
+        return row
+    results = [result for each in annotations[:1] for result in each.get("result", ())]
+    values = [result.get("value", {}) for result in results]
+    return {**data, "entities": [value for value in values if "labels" in value]}
+
+
+def read(where: str, text: str, entities: list[Any]) -> list[Span]:
+    """Return the entities of a text in their order. Raises DataError for a wrong one, and for overlapping ones."""
+    spans = sorted(_span(where, text, entity) for entity in entities)
+    for one, other in pairwise(spans):
+        if other.start < one.end:
+            shown = " and ".join(
+                f"{text[s.start : s.end]!r} ({s.start}-{s.end})" for s in (one, other)
+            )
+            raise DataError(f"{where}: the entities {shown} overlap: a word has one tag")
+    return spans
+
+
+def _span(where: str, text: str, entity: Any) -> Span:
+    if isinstance(entity, dict):
+        labels = entity.get("labels") or [entity.get("label", entity.get("entity_group"))]
+        start, end = (entity.get(name, entity.get(f"{name}_offset")) for name in ("start", "end"))
+        entity = [start, end, labels[0]]
+    match entity:
+        case [int(start), int(end), str(label)] if 0 <= start < end <= len(text) and label:
+            if text[start:end].strip():
+                return Span(start, end, label)
+    raise DataError(
+        f"{where}: an entity may not be {entity!r}: start, end and label, within the {len(text)} characters of the text"
+    )
+
+
+def to_words(text: str, spans: list[Span]) -> tuple[list[str], list[str]]:
+    """Return the words of a text, which end where a span does, and their BIO tags."""
+    edges = {edge for span in spans for edge in span[:2]}
+    words, tags, last = [], [], None
+    for match in WORD.finditer(text):
+        inner = sorted(edge for edge in edges if match.start() < edge < match.end())
+        for start, end in pairwise([match.start(), *inner, match.end()]):
+            own = next((span for span in spans if span.start <= start < span.end), None)
+            words.append(text[start:end])
+            tags.append("O" if own is None else f"{'I' if own is last else 'B'}-{own.label}")
+            last = own
+    return words, tags
+
+
+def cuts(text: str, spans: list[Span]) -> Iterator[Span]:
+    """Yield the spans that begin or end within a word of a script that has spaces between words."""
+    for span in spans:
+        edges = [text[edge - 1 : edge + 1] for edge in span[:2] if edge]
+        if any(len(edge) == 2 and all(map(_joins, edge)) for edge in edges):
+            yield span
+
+
+def _joins(character: str) -> bool:
+    return character.isalnum() and unicodedata.category(character) != "Lo"
