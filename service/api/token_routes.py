@@ -50,7 +50,9 @@ async def answer_tokens(
 ) -> Response:
     """Split texts, or pairs, into tokens, and return them in the form that `show` gives them."""
     found = await call.within_deadline(call.engine.tokenize(texts, pairs, call.ticket))
-    call.context.answer_bytes = SCORED_BYTES * sum(item.tokens for item in found)
+    size = sum(map(len, [*texts, *(pairs or ())]))
+    tokens = sum(item.tokens for item in found)
+    call.context.answer_bytes = CHARACTER_BYTES * size + SCORED_BYTES * tokens
     return json_response(lambda: show(found))
 
 

@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 from fastapi import FastAPI
 
-from service.api import engine_call
+from service.api import engine_call, ndjson
 from service.api.app import create_app
 from service.api.json_responses import JsonResponse
 from service.engines.engine import INLINE_CHARACTERS, Engine, Reply
@@ -26,6 +26,7 @@ from service.observability.metrics import Metrics
 from service.processes.single_process import open_local_engines
 from service.server.server import Server
 from service.settings import Settings
+from service.tasks import sparse_embedding
 from service.tasks.zero_shot import TEMPLATE
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -316,6 +317,36 @@ async def test_large_answers_leave_the_event_loop(
     reply = await service[1].post(url(path), json=BODIES[path][0])
     assert reply.status_code == 200, reply.text
     assert [True] == [name.startswith("text-") for name in threads]
+
+
+LINES = {"Accept": "application/x-ndjson"}
+
+
+@pytest.mark.parametrize(
+    "path", ["/classify", "/ner", "/qa", "/embed-tokens", "/embed-sparse", "/fill-mask"]
+)
+async def test_lines_have_the_same_results(
+    path: str, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream has the results of a whole response, also where its lines are written in pieces."""
+    monkeypatch.setattr(ndjson, "LARGE_BYTES", 0)
+    body = BODIES[path][0]
+    whole = (await service[1].post(path, json=body)).json()
+    reply = await service[1].post(path, json=body, headers=LINES)
+    *lines, _ = [json.loads(line) for line in reply.text.splitlines()]
+    expected = whole.get("results") or whole["embeddings"]
+    assert expected == [line.get("result") or line["embedding"] for line in lines]
+
+
+@pytest.mark.parametrize("headers", [{}, LINES], ids=["whole", "lines"])
+async def test_weights_are_bounded_when_decoded(
+    headers: dict[str, str], no_answers: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How many weights are above 0 is known of the results only."""
+    monkeypatch.setattr(sparse_embedding, "SCORED_BYTES", 0)
+    reply = await no_answers[1].post("/embed-sparse", json={"inputs": TEXT}, headers=headers)
+    assert reply.status_code == 413
+    assert "max_response_bytes" in reply.text
 
 
 W = LONG * 45  # 236,250 characters
