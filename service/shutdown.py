@@ -18,8 +18,7 @@ HTTP process has ended, the main process closes the channel of the inference pro
 main process kills its children. While DRAINING, it restarts only a lost inference process, for the accepted requests.
 
 The log has "leaving" and at last "stopped" from the main process, and "draining" from each HTTP process. The exit
-status is 0, unless the
-service could not continue.
+status is 0, unless the service could not continue.
 """
 
 import asyncio

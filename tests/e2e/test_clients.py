@@ -26,7 +26,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecationWarning"),
 ]
 
-OPTIONS = ("--max-inputs-per-request", 8)
+ALIASES = (
+    "text-embedding-3-small=tasks,rerank-v3.5=tasks"  # names that clients send to other servers
+)
+OPTIONS = ("--max-inputs-per-request", 8, "--aliases", ALIASES)
 ANY_KEY = "none"  # for services without keys
 RETRY_AFTER_S = 1.0
 CLIENTS = [*clients()]

@@ -8,7 +8,10 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -19,7 +22,7 @@ from tests.e2e.conftest import serving
 
 pytest.importorskip("playwright", reason="playwright is not installed")
 
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Error, Page, expect, sync_playwright
 
 CHROMIUM = Path("/usr/bin/chromium")
 expect.set_options(timeout=30_000)
@@ -466,3 +469,41 @@ def test_a_service_without_keys_asks_for_none(page: Page) -> None:
     """The field is there only where it is needed."""
     expect(page.locator("#key-form")).to_be_hidden()
     expect(page.locator("nav [href=metrics]")).to_be_visible()
+
+
+# The headers and the body of OpenAI's JavaScript client.
+STAINLESS = ("arch", "lang", "os", "package-version", "retry-count", "runtime", "runtime-version")
+ASK = """async ([url, headers]) => {
+  const body = {input: ["a", "b"], model: "text-embedding-3-small", encoding_format: "base64"};
+  const response = await fetch(url, {method: "POST", headers, body: JSON.stringify(body)});
+  return [response.status, response.headers.get("x-quartet-head"), (await response.json()).data.length];
+}"""
+
+
+@pytest.fixture
+def pages(tmp_path: Path) -> Iterator[int]:
+    """The port of a server of an empty page."""
+    (tmp_path / "index.html").write_text("<p>A page.")
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever).start()
+        yield server.server_port
+        server.shutdown()
+
+
+def test_a_page_of_another_origin(browser: Browser, pages: int, tiny_bundle: Path) -> None:
+    """A page calls the service as OpenAI's JavaScript client does if its origin is listed, and else cannot."""
+    headers = {
+        "Authorization": "Bearer none",
+        "Content-Type": "application/json",
+        **{f"x-stainless-{name}": "1" for name in STAINLESS},
+    }
+    listed, other = f"http://localhost:{pages}", f"http://127.0.0.1:{pages}"
+    options = ["--cors-origins", listed, "--unknown-model", "default"]
+    with serving(tiny_bundle, *options) as server, browser.new_context() as context:
+        page, url = context.new_page(), f"{server.url}/v1/embeddings"
+        page.goto(listed)
+        assert [200, "embeddings", 2] == page.evaluate(ASK, [url, headers])
+        page.goto(other)
+        with pytest.raises(Error, match="Failed to fetch"):
+            page.evaluate(ASK, [url, headers])

@@ -157,6 +157,7 @@ CALLS = [
     ),
     Call("AsyncClientV2().embed", embed_async, VECTORS),
     Call("ClientV2().rerank", rerank(), RANKED),
+    Call("ClientV2().rerank(model='rerank-v3.5')", rerank(model="rerank-v3.5"), RANKED),
     Call(
         "ClientV2().rerank(top_n=1)",
         rerank(top_n=1),

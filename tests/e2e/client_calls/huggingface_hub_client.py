@@ -172,6 +172,11 @@ CALLS = [
         call(TEI, "sentence_similarity", TEXTS[0], other_sentences=TEXTS),
         native("/similarity", {"source": TEXTS[0], "inputs": TEXTS}, "results"),
     ),
+    Call(
+        "text_classification",
+        call(TEI, "text_classification", TEXTS[0]),
+        native("/classify", {"inputs": TEXTS[0]}, "results", 0, 0),
+    ),
     *(
         Call(
             f"{prefix}{written(task, arguments, options)} of /hf",

@@ -6,15 +6,16 @@ from tests.e2e.client_calls.langchain_openai_client import BAD_REQUEST, TABLE, e
 from tests.e2e.client_calls.records import QUERY, TEXTS, Call, Failure, native
 
 PACKAGE = "langchain-openai"
-OPTIONS = ("--tiktoken-file", str(TABLE))
+OPTIONS = ("--tiktoken-file", str(TABLE), "--unknown-model", "default")
+DEFAULTS = {"model": "text-embedding-ada-002"}
 
 VECTORS = native("/embed", {"inputs": TEXTS}, "embeddings")
 OF_QUERY = native("/embed", {"inputs": QUERY}, "embeddings", 0)
 CALLS = [
-    Call("embed_documents", embed_tokens("embed_documents", TEXTS), VECTORS),
-    Call("embed_query", embed_tokens("embed_query", QUERY), OF_QUERY),
-    Call("aembed_documents", embed_tokens("aembed_documents", TEXTS), VECTORS),
-    Call("aembed_query", embed_tokens("aembed_query", QUERY), OF_QUERY),
+    Call("embed_documents", embed_tokens("embed_documents", TEXTS, **DEFAULTS), VECTORS),
+    Call("embed_query", embed_tokens("embed_query", QUERY, **DEFAULTS), OF_QUERY),
+    Call("aembed_documents", embed_tokens("aembed_documents", TEXTS, **DEFAULTS), VECTORS),
+    Call("aembed_query", embed_tokens("aembed_query", QUERY, **DEFAULTS), OF_QUERY),
 ]
 FAILURES = [
     Failure("too many dimensions", embed_tokens("embed_query", QUERY, dimensions=65), BAD_REQUEST),

@@ -56,6 +56,11 @@ def count_tokens(server: Server) -> Any:
 VECTORS = native("/embed", {"inputs": TEXTS}, "embeddings")
 CALLS = [
     Call("embeddings.create", embed(), VECTORS),
+    Call(
+        "embeddings.create(model='text-embedding-3-small')",
+        embed(model="text-embedding-3-small"),
+        VECTORS,
+    ),
     Call("embeddings.create(encoding_format='float')", embed(encoding_format="float"), VECTORS),
     Call("embeddings.create(encoding_format='base64')", embed(encoding_format="base64"), VECTORS),
     Call(
@@ -77,7 +82,11 @@ CALLS = [
     Call(
         "models.list",
         lambda server: [one.id for one in connect(server).models.list()],
-        lambda server: [one["id"] for one in server.get("/models").json()["models"]],
+        lambda server: [
+            name
+            for one in server.get("/models").json()["models"]
+            for name in (one["id"], *one["aliases"])
+        ],
     ),
     Call(
         "models.retrieve",

@@ -28,6 +28,8 @@ ISOLATED: Mapping[str, str] = {
     "llama_index_tei": "frameworks",
     "haystack": "frameworks",
     "infinity": "frameworks",
+    "kserve": "kserve",
+    "litellm": "litellm",
     "tritonclient": "triton",
 }
 TOO_MANY = ["a"] * 9  # inputs; the service under test takes 8
