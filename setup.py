@@ -5,6 +5,9 @@ from setuptools import find_packages, setup
 DEFAULT_BUNDLE = "service.default_bundle"
 
 setup(
-    packages=[*find_packages(include=["service*", "model*", "export*"]), DEFAULT_BUNDLE],
+    packages=[
+        *find_packages(include=["service*", "model*", "export*", "quartet*"]),
+        DEFAULT_BUNDLE,
+    ],
     package_dir={DEFAULT_BUNDLE: "bundles/quartet-mini"},
 )

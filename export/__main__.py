@@ -1,21 +1,13 @@
-"""Export a checkpoint to a verified bundle: `python -m export CHECKPOINT OUT [--precision fp32 int8 fp16]`.
+"""Export a checkpoint to a verified bundle: `python -m export CHECKPOINT OUT [--precision fp32 int8 fp16]`."""
 
-CHECKPOINT is a directory in the hub's layout, trained here or elsewhere, or a hub name. It may also be an ONNX graph of
-any encoder: its file, or a directory that has a graph and no other weights. OUT is the bundle's directory. Every graph
-is checked before OUT appears; when a check fails, the exit status is 1 and nothing is left.
-"""
-
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
 
-from export import pipeline, provenance
+from export import arguments, pipeline, provenance
 from export.external.onnx_source import is_external
 from export.pipeline import ExportRequest
 from model.checkpoints.hub_download import join_name
-from service.core import bundle
 from service.core.bundle import Manifest
 
 
@@ -32,114 +24,38 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def read_request(argv: Sequence[str] | None) -> ExportRequest:
     """Return the export that the command line describes. Exits with status 2 for bad arguments."""
-    parser = argparse.ArgumentParser("python -m export", description=__doc__)
-    parser.add_argument(
-        "checkpoint", help="a local directory, or a hub name: NAME or NAME@REVISION"
-    )
-    parser.add_argument("--revision", help="a branch, tag or commit of a hub name")
-    parser.add_argument(
-        "--onnx",
-        action="store_true",
-        help="use the graph of a directory that has both a graph and other weights",
-    )
-    parser.add_argument("out", type=Path, help="the bundle's directory")
-    parser.add_argument(
-        "--precision",
-        nargs="+",
-        choices=["fp32", "int8", "fp16"],
-        dest="precisions",
-        help="graphs to write; the first of fp32 and int8 is what `auto` serves on a CPU, and fp16 is for CUDA",
-    )
-    parser.add_argument("--name", help="the model's name in requests; OUT's name by default")
-    parser.add_argument("--version", default="1")
-    parser.add_argument("--max-length", type=int, help="tokens; the checkpoint's own by default")
-    parser.add_argument(
-        "--eval", nargs="+", default=[], metavar="HEAD=FILE", help="measure heads on labelled files"
-    )
-    parser.add_argument(
-        "--max-changed",
-        type=float,
-        default=0.05,
-        help="the largest share of answers that int8 may change where --eval gives data",
-    )
-    parser.add_argument("--provenance", type=Path, help="a TOML file for the manifest and the card")
-    parser.add_argument(
-        "--task",
-        choices=get_args(bundle.Task),
-        help="the head to read, where architectures in config.json does not name it; "
-        "embedding reads the encoder alone of any checkpoint",
-    )
-    parser.add_argument(
-        "--pooling",
-        choices=[*get_args(bundle.PoolingMode), "none"],
-        help="of vectors, where no file declares it; none for an ONNX graph whose output is pooled",
-    )
-    parser.add_argument(
-        "--output",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="the output of an ONNX graph, where it does not have the usual name; two for qa",
-    )
-    parser.add_argument(
-        "--no-memory",
-        action="store_false",
-        dest="memory",
-        help="do not measure the memory of the graphs, so that equal checkpoints make equal bundles",
-    )
-    parser.add_argument(
-        "--dimensions",
-        nargs="+",
-        type=int,
-        default=[],
-        metavar="D",
-        help="numbers of dimensions for which Matryoshka training optimized vectors; the checkpoint's own by default",
-    )
-    parser.add_argument(
-        "--calibrate",
-        type=Path,
-        metavar="FILE",
-        help="a file with one text a line, which an int8 graph is calibrated with; also stores the ranges of their "
-        "vectors, so that requests may have int8 vectors",
-    )
-    parser.add_argument(
-        "--encoder",
-        type=Path,
-        metavar="DIR",
-        help="also write the encoder to DIR in half precision, as a checkpoint that training can start from",
-    )
-    parser.add_argument("--replace", action="store_true", help="replace OUT if it is a bundle")
-    arguments = parser.parse_args(argv)
-    onnx = arguments.onnx or is_external(arguments.checkpoint)
-    if onnx and arguments.revision:
+    parser = arguments.parser()
+    options = parser.parse_args(argv)
+    onnx = options.onnx or is_external(options.checkpoint)
+    if onnx and options.revision:
         parser.error("--revision: an ONNX graph is a local file")
-    if onnx and arguments.precisions:
+    if onnx and options.precisions:
         parser.error("--precision: an ONNX graph keeps the precision of its weights; leave it out")
-    if onnx and arguments.encoder:
+    if onnx and options.encoder:
         parser.error("--encoder: training cannot start from an ONNX graph")
-    precisions = () if onnx else arguments.precisions or ("fp32", "int8")
-    evaluations = dict(part.split("=", 1) for part in arguments.eval if "=" in part)
-    if len(evaluations) != len(arguments.eval):
+    precisions = () if onnx else options.precisions or ("fp32", "int8")
+    evaluations = dict(part.split("=", 1) for part in options.eval if "=" in part)
+    if len(evaluations) != len(options.eval):
         parser.error("--eval takes HEAD=FILE, each head once")
     return ExportRequest(
-        checkpoint=join_name(arguments.checkpoint, arguments.revision),
+        checkpoint=join_name(options.checkpoint, options.revision),
         onnx=onnx,
-        out=arguments.out,
+        out=options.out,
         precisions=tuple(dict.fromkeys(precisions)),
-        name=arguments.name or arguments.out.resolve().name,
-        version=arguments.version,
-        max_length=arguments.max_length,
+        name=options.name or options.out.resolve().name,
+        version=options.version,
+        max_length=options.max_length,
         evaluations={head: Path(file) for head, file in evaluations.items()},
-        max_changed=arguments.max_changed,
-        metadata=provenance.read_metadata(arguments.provenance) if arguments.provenance else {},
-        replace=arguments.replace,
-        task=arguments.task,
-        memory=arguments.memory,
-        dimensions=tuple(arguments.dimensions),
-        calibration=arguments.calibrate,
-        encoder=arguments.encoder,
-        pooling=arguments.pooling,
-        outputs=tuple(arguments.output),
+        max_changed=options.max_changed,
+        metadata=provenance.read_metadata(options.provenance) if options.provenance else {},
+        replace=options.replace,
+        task=options.task,
+        memory=options.memory,
+        dimensions=tuple(options.dimensions),
+        calibration=options.calibrate,
+        encoder=options.encoder,
+        pooling=options.pooling,
+        outputs=tuple(options.output),
     )
 
 

@@ -4,7 +4,6 @@ The service's own code encodes text and decodes outputs, so the metrics hold for
 `judge` evaluates any function from encodings to outputs: PyTorch, or a session of the exported graph.
 """
 
-import argparse
 import json
 import math
 import re
@@ -27,6 +26,7 @@ from sklearn.metrics import accuracy_score, average_precision_score, f1_score, m
 
 from model.checkpoints.source import read_source
 from model.data import examples, labelled_rows
+from model.evaluate_arguments import STRIDE, parser
 from model.heads import EncoderWithHeads
 from model.training import optim
 from service.core import bundle, decode, packing, tags
@@ -37,7 +37,7 @@ Run = Callable[[Sequence[Encoding]], Sequence[Mapping[str, Floats]]]  # each enc
 HeadOutputs = Sequence[tuple[Encoded, list[Floats]]]  # of each text: its windows, and their outputs
 
 BATCH_TOKENS = 8192  # slots of one evaluation batch, including padding
-STRIDE = 64
+
 ROUNDING = 1e-6  # cosines of equal vectors differ by less
 
 
@@ -421,15 +421,7 @@ def nearest(vectors: Floats) -> list[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoint", help="a directory or a hub name")
-    parser.add_argument("--eval", action="append", required=True, metavar="HEAD=FILE")
-    parser.add_argument("--max-length", type=int, default=512, help="tokens of a window")
-    parser.add_argument("--stride", type=int, default=STRIDE, help="tokens that windows share")
-    parser.add_argument(
-        "--limit", type=int, default=0, help="rows of each file, evenly spaced; 0: all"
-    )
-    arguments = parser.parse_args()
+    arguments = parser().parse_args()
     try:
         source = read_source(arguments.checkpoint)
     except (OSError, ValueError) as error:
@@ -442,7 +434,7 @@ def main() -> None:
     for pair in arguments.eval:
         name, _, file = pair.partition("=")
         if name not in model.described or not file:
-            parser.error(f"--eval {pair}: HEAD=FILE, with a head of {', '.join(model.described)}")
+            parser().error(f"--eval {pair}: HEAD=FILE, with a head of {', '.join(model.described)}")
         head = model.described[name]
         run = torch_run(model, [name])
         windows = {"stride": arguments.stride, "limit": arguments.limit}

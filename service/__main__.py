@@ -18,11 +18,13 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import structlog
 from pydantic.fields import FieldInfo
 
 from service import __version__
+from service.core.program_name import program_name
 from service.observability import logs
 from service.processes.child_process import drop_early
 from service.processes.supervisor import Processes
@@ -42,7 +44,15 @@ from service.variables import NOT_FLAGS, variable
 # The variable of ONNX Runtime; service.core.session sets it to 1 where it is unset.
 TELEMETRY_OFF = "ORT_DISABLE_TELEMETRY"
 
-COMMAND = "quartet-serve"  # of the installed package
+# The groups of flags in `--help`, each with its first setting.
+GROUPS = {
+    "host": "addresses and APIs",
+    "http_workers": "device and batches",
+    "max_inputs_per_request": "limits of requests and connections",
+    "hang_s": "health and stopping",
+    "api_keys": "access",
+    "runtime_telemetry": "telemetry and logs",
+}
 
 log = structlog.get_logger()
 
@@ -110,9 +120,8 @@ def serve(settings: Settings, source: KeySource | None = None) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return a parser with a flag for every setting, whose help text is the field's description."""
-    command = Path(sys.argv[0]).name
     parser = argparse.ArgumentParser(
-        command if command == COMMAND else "python -m service",
+        program_name("service"),
         description="Serve bundles over HTTP.",
         allow_abbrev=False,
     )
@@ -122,23 +131,27 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="print each setting and its origin, and end; the exit status is 2 if a setting is invalid",
     )
+    group = parser.add_argument_group("models")
     for name, field in Settings.model_fields.items():
+        if name in GROUPS:
+            group = parser.add_argument_group(GROUPS[name])
         if name not in NOT_FLAGS:
-            add_argument(parser, name, field)
+            add_argument(group, name, field)
     return parser
 
 
-def add_argument(parser: argparse.ArgumentParser, name: str, field: FieldInfo) -> None:
+def add_argument(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
     if name == "bundles":
-        parser.add_argument(
+        group.add_argument(
             name, nargs="*", metavar="BUNDLE", default=argparse.SUPPRESS, help=field.description
         )
         return
     default = "unset" if field.default in (None, (), {}) else field.default
-    parser.add_argument(
+    choices = [*get_args(field.annotation)] if get_origin(field.annotation) is Literal else []
+    group.add_argument(
         flag(name),
         default=argparse.SUPPRESS,
-        metavar="VALUE",
+        metavar="|".join(choices) or "VALUE",
         help=f"{field.description} (default {default}; {variable(name)})",
     )
 

@@ -17,6 +17,8 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter
 
+from service.core.program_name import program_name
+
 Permission = Literal["inference", "metrics", "admin"]
 Class = Literal["interactive", "bulk"]  # of requests, by priority
 
@@ -97,16 +99,20 @@ def record(name: str, key: str) -> str:
     return f'[keys.{name}]\nsha256 = "{digest(key).hex()}"\n'
 
 
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    program = program_name("service.keys")
+    description = f"Make a key: {program} NAME >> keys.toml"
+    parser = argparse.ArgumentParser(program, description=description)
+    parser.add_argument("name", metavar="NAME", help="name of the key's owner, which the log shows")
+    return parser
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Print a new key on standard error, only this once, and its record on standard output."""
-    parser = argparse.ArgumentParser(
-        "python -m service.keys",
-        description="Make a key: python -m service.keys NAME >> keys.toml",
-    )
-    parser.add_argument("name", metavar="NAME", help="name of the key's owner, which the log shows")
-    name = parser.parse_args(argv).name
+    name = parser().parse_args(argv).name
     if not re.fullmatch(NAME, name):
-        parser.error("NAME: letters, digits, '_' and '-', at most 64")
+        parser().error("NAME: letters, digits, '_' and '-', at most 64")
     key = make_key()
     print(f"The key of {name}, shown only now:\n\n    {key}\n", file=sys.stderr)
     print(record(name, key))

@@ -19,17 +19,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO, TypeVar
 
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
-from service.api.app import create_app
 from service.core.bundle import BundleError, Head, Manifest
 from service.core.bundle import load as load_bundle
 from service.core.data_files import columns, rows, sources
 from service.core.data_files.columns import Needs
 from service.core.data_files.text_files import DataError, read_lines
+from service.core.program_name import program_name
 from service.observability import logs
-from service.observability.metrics import Metrics
-from service.processes.single_process import open_local_engines
 from service.settings import Settings
 
 ROWS = 64  # of a request
@@ -92,10 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the arguments. Exits with status 2 for wrong ones."""
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
     summary, *_ = (__doc__ or "").splitlines()
-    parser = argparse.ArgumentParser("python -m service.predict", description=summary)
+    parser = argparse.ArgumentParser(program_name("service.predict"), description=summary)
     parser.add_argument(
         "bundle", type=Path, help="a bundle's directory. Example: bundles/questions"
     )
@@ -124,14 +122,19 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default="auto",
         help="auto, fp32, int8 or fp16; default: auto. Example: --precision fp32",
     )
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the arguments. Exits with status 2 for wrong ones."""
+    arguments = parser().parse_args(argv)
     if arguments.output.suffix.lower() not in OUTPUTS:
-        parser.error(f"output: {arguments.output} must end with {', '.join(OUTPUTS)}")
+        parser().error(f"output: {arguments.output} must end with {', '.join(OUTPUTS)}")
     for name in ("columns", "options"):
         if not isinstance(getattr(arguments, name), dict):
-            parser.error(f"--{name}: must be an object of JSON")
+            parser().error(f"--{name}: must be an object of JSON")
     if not all(isinstance(name, str) for name in arguments.columns.values()):
-        parser.error("--columns: each name must be a string")
+        parser().error("--columns: each name must be a string")
     return arguments
 
 
@@ -178,15 +181,20 @@ def choose_head(manifest: Manifest, name: str | None) -> tuple[str, Head]:
 
 
 @asynccontextmanager
-async def served(settings: Settings) -> AsyncIterator[FastAPI]:
+async def served(settings: Settings) -> AsyncIterator[ASGIApp]:
     """Yield the service's application, with its engines open, in this process."""
+    # Here, so that `--help` does not wait for these imports.
+    from service.api.app import create_app
+    from service.observability.metrics import Metrics
+    from service.processes.single_process import open_local_engines
+
     metrics = Metrics()
     app = create_app(settings, partial(open_local_engines, metrics), metrics)
     async with app.router.lifespan_context(app):
         yield app
 
 
-async def post(app: FastAPI, path: str, body: Mapping[str, Any]) -> tuple[int, Any]:
+async def post(app: ASGIApp, path: str, body: Mapping[str, Any]) -> tuple[int, Any]:
     """Return the status and the content of the application's response to a request."""
     content = json.dumps(body).encode()
     scope = {
@@ -226,7 +234,7 @@ async def post(app: FastAPI, path: str, body: Mapping[str, Any]) -> tuple[int, A
 
 
 async def answer(
-    app: FastAPI, task: str, options: Mapping[str, Any], chunk: Sequence[Row]
+    app: ASGIApp, task: str, options: Mapping[str, Any], chunk: Sequence[Row]
 ) -> list[Outcome]:
     """Return the outcome of each row. Rows with a text pair and rows without one are separate requests."""
     outcomes = [Outcome(None, row.error) for row in chunk]
@@ -239,7 +247,7 @@ async def answer(
 
 
 async def request(
-    app: FastAPI, task: str, options: Mapping[str, Any], chunk: Sequence[Row]
+    app: ASGIApp, task: str, options: Mapping[str, Any], chunk: Sequence[Row]
 ) -> list[Outcome]:
     """Return the outcomes of rows with the same fields, by one request, or by one for each row where that fails.
 

@@ -40,6 +40,7 @@ ORDER = (
     "export.trace_graphs",
     "export.external",
     "export",
+    "quartet",
 )
 # Modules that lie in the folder of another room.
 NETWORK = (
@@ -54,14 +55,15 @@ BETWEEN: Mapping[str, frozenset[str]] = {
     "service": frozenset(),
     "model": frozenset({"service.core"}),
     "export": frozenset({"service.core", *(room for room in ORDER if room.startswith("model"))}),
+    "quartet": frozenset(ORDER),
 }
 
 
 def find_modules() -> dict[str, Path]:
-    """Return the file of each module of the three packages, by dotted name."""
+    """Return the file of each module of the four packages, by dotted name."""
     return {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-        for package in ("service", "model", "export")
+        for package in ("service", "model", "export", "quartet")
         for path in (ROOT / package).rglob("*.py")
     }
 
@@ -124,7 +126,7 @@ def render() -> str:
         "model.network": "model (attention, bert)",
     }
     lines = ["```mermaid", "flowchart BT"]
-    for package in ("service", "model", "export"):
+    for package in ("service", "model", "export", "quartet"):
         lines.append(f"  subgraph {package}/")
         for room in ORDER:
             if room.split(".")[0] == package:

@@ -34,7 +34,7 @@ def tracked(*folders: str) -> set[str]:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built from a copy of the tracked files, because a build leaves files in its source."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in tracked("service", "model", "export", BUNDLE, ":(glob)*"):
+    for name in tracked("service", "model", "export", "quartet", BUNDLE, ":(glob)*"):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, source / name)
     options = ["--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", str(out)]
@@ -65,7 +65,7 @@ def test_the_wheel_has_every_file_of_the_packages(wheel: Path) -> None:
     files = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     bundle = {f"service/default_bundle/{Path(name).name}" for name in tracked(BUNDLE)}
 
-    assert tracked("service", "model", "export") | bundle == files
+    assert tracked("service", "model", "export", "quartet") | bundle == files
 
 
 def test_the_wheel_has_the_name_and_version_of_the_project(wheel: Path) -> None:

@@ -1,0 +1,98 @@
+"""The command line of `python -m export`, apart from it because it imports nothing slow."""
+
+import argparse
+from pathlib import Path
+from typing import get_args
+
+from service.core import bundle
+from service.core.program_name import program_name
+
+DESCRIPTION = """\
+Export a checkpoint to a verified bundle.
+
+CHECKPOINT is a directory in the hub's layout, trained here or elsewhere, or a hub name. It may also be an ONNX graph
+of any encoder: its file, or a directory that has a graph and no other weights. OUT is the bundle's directory. Every
+graph is checked before OUT appears; when a check fails, the exit status is 1 and nothing is left.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    parser = argparse.ArgumentParser(program_name("export"), description=DESCRIPTION)
+    parser.add_argument(
+        "checkpoint", help="a local directory, or a hub name: NAME or NAME@REVISION"
+    )
+    parser.add_argument("--revision", help="a branch, tag or commit of a hub name")
+    parser.add_argument(
+        "--onnx",
+        action="store_true",
+        help="use the graph of a directory that has both a graph and other weights",
+    )
+    parser.add_argument("out", type=Path, help="the bundle's directory")
+    parser.add_argument(
+        "--precision",
+        nargs="+",
+        choices=["fp32", "int8", "fp16"],
+        dest="precisions",
+        help="graphs to write; the first of fp32 and int8 is what `auto` serves on a CPU, and fp16 is for CUDA",
+    )
+    parser.add_argument("--name", help="the model's name in requests; OUT's name by default")
+    parser.add_argument("--version", default="1")
+    parser.add_argument("--max-length", type=int, help="tokens; the checkpoint's own by default")
+    parser.add_argument(
+        "--eval", nargs="+", default=[], metavar="HEAD=FILE", help="measure heads on labelled files"
+    )
+    parser.add_argument(
+        "--max-changed",
+        type=float,
+        default=0.05,
+        help="the largest share of answers that int8 may change where --eval gives data",
+    )
+    parser.add_argument("--provenance", type=Path, help="a TOML file for the manifest and the card")
+    parser.add_argument(
+        "--task",
+        choices=get_args(bundle.Task),
+        help="the head to read, where architectures in config.json does not name it; "
+        "embedding reads the encoder alone of any checkpoint",
+    )
+    parser.add_argument(
+        "--pooling",
+        choices=[*get_args(bundle.PoolingMode), "none"],
+        help="of vectors, where no file declares it; none for an ONNX graph whose output is pooled",
+    )
+    parser.add_argument(
+        "--output",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="the output of an ONNX graph, where it does not have the usual name; two for qa",
+    )
+    parser.add_argument(
+        "--no-memory",
+        action="store_false",
+        dest="memory",
+        help="do not measure the memory of the graphs, so that equal checkpoints make equal bundles",
+    )
+    parser.add_argument(
+        "--dimensions",
+        nargs="+",
+        type=int,
+        default=[],
+        metavar="D",
+        help="numbers of dimensions for which Matryoshka training optimized vectors; the checkpoint's own by default",
+    )
+    parser.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="FILE",
+        help="a file with one text a line, which an int8 graph is calibrated with; also stores the ranges of their "
+        "vectors, so that requests may have int8 vectors",
+    )
+    parser.add_argument(
+        "--encoder",
+        type=Path,
+        metavar="DIR",
+        help="also write the encoder to DIR in half precision, as a checkpoint that training can start from",
+    )
+    parser.add_argument("--replace", action="store_true", help="replace OUT if it is a bundle")
+    return parser

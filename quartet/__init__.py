@@ -1,0 +1,4 @@
+"""The command `quartet`: from a model's name or a file of labelled texts to an endpoint.
+
+No package imports this one. `quartet.command` has the table of commands.
+"""

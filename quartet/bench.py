@@ -1,0 +1,210 @@
+"""`quartet bench [NAME]`: measure a model on this machine: texts per second, latency and memory by precision."""
+
+import argparse
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quartet.cache import SourceError, resolve
+from service.core.bundle import BundleError, Head
+from service.core.bundle import load as load_bundle
+from service.core.cpu import CPU
+from service.processes.child_process import child_python
+from service.settings_sources import ConfigError, find_bundles
+
+READY_S = 120.0
+BAR = 30  # characters of the longest bar
+# About 45 tokens, as in a news item.
+TEXT = "The council of the town will decide on Monday whether the old bridge north of the station is repaired. "
+WORDS = (TEXT * 2).split()
+
+
+@dataclass(frozen=True)
+class Load:
+    """The result of one load. per_s: requests a second; p50, p99: milliseconds"""
+
+    connections: int
+    per_s: float
+    p50: float
+    p99: float
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    parser = argparse.ArgumentParser(
+        "quartet bench",
+        description="Measure a model on this machine through HTTP, one text a request. The client shares the machine.",
+    )
+    parser.add_argument(
+        "name", nargs="?", metavar="NAME", help="as of quartet serve; the default model without one"
+    )
+    parser.add_argument(
+        "--precision", nargs="+", help="of the model's precisions; all that the CPU runs by default"
+    )
+    parser.add_argument(
+        "--connections", nargs="+", type=int, default=[1, 8, 32], help="default: 1 8 32"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, help="of each measurement; default: 3"
+    )
+    parser.add_argument(
+        "--texts", type=Path, help="a file with one text a line; texts of 3 to 38 words by default"
+    )
+    return parser
+
+
+def main() -> int:
+    """Measure, and print a table. Returns the exit status."""
+    arguments = parser().parse_args()
+    try:
+        folder = resolve(arguments.name) if arguments.name else find_bundles()[0]
+        manifest = load_bundle(folder).manifest
+        texts = read_texts(arguments.texts)
+    except (SourceError, ConfigError, BundleError, OSError) as error:
+        print(f"quartet: {error}", file=sys.stderr)
+        return 3
+    served = [p for p in manifest.precisions if manifest.graphs_for(CPU, p)]
+    if unknown := {*(arguments.precision or [])} - {*served}:
+        parser().error(f"--precision: {', '.join(unknown)}: {manifest.id} has {', '.join(served)}")
+    name, head = next(iter(manifest.heads.items()))
+    print(f"{manifest.id}, head {name} ({head.task}), {len(texts)} texts")
+    best: dict[str, float] = {}
+    for precision in arguments.precision or served:
+        with serving(folder, precision) as (port, process):
+            send(port, head, texts, 1, 0.5)  # the first requests are slower
+            loads = [
+                send(port, head, texts, count, arguments.seconds) for count in arguments.connections
+            ]
+            memory = resident_bytes(process) / 1e6
+        best[precision] = max(load.per_s for load in loads)
+        print(f"\n{precision}: {memory:,.0f} MB of memory")
+        print("  connections   texts/s   p50 ms   p99 ms")
+        for load in loads:
+            bar = "▇" * round(BAR * load.per_s / max(best.values()))
+            print(
+                f"  {load.connections:>11} {load.per_s:>9,.0f} {load.p50:>8.1f} {load.p99:>8.1f}  {bar}"
+            )
+    fastest = max(best, key=lambda precision: best[precision])
+    default = manifest.precisions[0]
+    if fastest != default and default in best:
+        gain = best[fastest] / best[default]
+        print(
+            f"\n{fastest} is {gain:.2f} times as fast as {default}, the default: quartet serve --precision {fastest}"
+        )
+    return 0
+
+
+def read_texts(file: Path | None) -> Sequence[str]:
+    if file is not None:
+        return [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [" ".join(WORDS[: 3 + 5 * count % len(WORDS)]) for count in range(64)]
+
+
+@contextmanager
+def serving(folder: Path, precision: str) -> Iterator[tuple[int, int]]:
+    """Serve a bundle; yields its port and the main process's id. Raises SourceError with the log's last line."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    options = ["--port", str(port), "--precision", precision, "--log-level", "error"]
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            [*child_python(), "-m", "service", str(folder), *options], stdout=log, stderr=log
+        )
+        try:
+            wait_until_ready(port, process, log)
+            yield port, process.pid
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def wait_until_ready(port: int, process: subprocess.Popen[bytes], log: Any) -> None:
+    end = time.monotonic() + READY_S
+    while time.monotonic() < end and process.poll() is None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        try:
+            connection.request("GET", "/health/ready")
+            if connection.getresponse().status == 200:
+                return
+        except OSError:
+            pass
+        finally:
+            connection.close()
+        time.sleep(0.1)
+    log.seek(0)
+    lines = log.read().strip().splitlines()
+    raise SystemExit(f"quartet: the service did not start: {lines[-1] if lines else 'no output'}")
+
+
+def send(port: int, head: Head, texts: Sequence[str], connections: int, seconds: float) -> Load:
+    """Send requests of one text over so many connections at once, each after the answer to the one before."""
+    end = time.perf_counter() + seconds
+
+    def call(first: int) -> list[float]:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        times, count = [], first
+        while (began := time.perf_counter()) < end:
+            path, body = request(head, texts[count % len(texts)])
+            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            answer = response.read()
+            if response.status != 200:
+                raise SystemExit(f"quartet: {path} returned {response.status}: {answer[:200]!r}")
+            times.append(time.perf_counter() - began)
+            count += connections
+        connection.close()
+        return times
+
+    began = time.perf_counter()
+    with ThreadPoolExecutor(connections) as threads:
+        times = [each for part in threads.map(call, range(connections)) for each in part]
+    took = time.perf_counter() - began
+    return Load(connections, len(times) / took, *(1000 * quantile(times, q) for q in (0.5, 0.99)))
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    return sorted(values)[min(int(q * len(values)), len(values) - 1)]
+
+
+def request(head: Head, text: str) -> tuple[str, dict[str, Any]]:
+    """Return the path of a head's task, and a body with one text."""
+    match head.task:
+        case "qa":
+            return "/qa", {"question": "What will be decided?", "context": text}
+        case "fill-mask":
+            return "/fill-mask", {"inputs": f"{text} [MASK]"}
+        case _:
+            paths = {
+                "classification": "classify",
+                "embedding": "embed",
+                "late-interaction": "embed-tokens",
+            }
+            paths["sparse-embedding"] = "embed-sparse"
+            return f"/{paths.get(head.task, head.task)}", {"inputs": text}
+
+
+def resident_bytes(process: int) -> int:
+    """Return the memory of a process and its children; pages that they share count once."""
+    total, left = 0, [process]
+    while left:
+        folder = Path(f"/proc/{left.pop()}")
+        try:
+            rollup = (folder / "smaps_rollup").read_text()
+            total += int(rollup.partition("\nPss:")[2].split()[0]) * 1024
+            for thread in os.listdir(folder / "task"):
+                left += map(int, (folder / "task" / thread / "children").read_text().split())
+        except OSError:
+            continue
+    return total

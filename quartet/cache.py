@@ -1,0 +1,328 @@
+"""Bundles that Quartet exported from checkpoints, ONNX graphs and names on the hub, each once.
+
+`~/.cache/quartet/KEY/` has the bundle in a folder of the model's name, and `source.json`. KEY is a hash of the files'
+contents or of the hub's commit, and of Quartet's version. The directory follows XDG_CACHE_HOME.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from service import __version__
+from service.processes.child_process import child_python
+
+MANIFEST = "manifest.json"
+SOURCE = "source.json"
+BUNDLES = Path("bundles")  # where `quartet train` writes
+MOST_BYTES = (
+    20 * 10**9
+)  # of the cache; the entries that were not used for the longest time are removed above it
+HUB_NAME = re.compile(r"(?:[\w.-]+/)?[\w.-]+")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+TRAINING_STATES = "checkpoint-*"  # folders that trainers write next to the weights
+
+
+class SourceError(Exception):
+    """A model that cannot be opened or exported; the message has its name and the reason in one line."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """The origin of a bundle. name: as the user wrote it, without a revision; commit: "" without a hub"""
+
+    name: str
+    key: str
+    commit: str = ""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A bundle in the cache."""
+
+    folder: Path
+    source: Source
+
+    @property
+    def bundle(self) -> Path:
+        return next(path.parent for path in self.folder.glob(f"*/{MANIFEST}"))
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
+
+    @property
+    def used_s(self) -> float:
+        """The time of the last use, in seconds since 1970."""
+        return (self.folder / SOURCE).stat().st_mtime
+
+
+def root() -> Path:
+    """Return the directory of the cache, which need not exist."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "quartet"
+
+
+def entries() -> list[Entry]:
+    """Return the complete entries of this version and of others, the last used first."""
+    found = []
+    for file in root().glob(f"[!.]*/{SOURCE}"):
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        found.append(Entry(file.parent, Source(**fields)))
+    return sorted(found, key=lambda entry: -entry.used_s)
+
+
+def resolve(name: str) -> Path:
+    """Return the bundle of a model, which is exported first where the cache does not have it. Raises SourceError.
+
+    name: a bundle, the name of one in bundles/, a checkpoint, a directory or file with an ONNX graph, a file that
+    `quartet pull --to` wrote, or NAME[@REVISION] on the hub
+    """
+    path = Path(name)
+    if (path / MANIFEST).is_file():
+        return path
+    if trained := versions_of(name):
+        return trained[max(trained)]
+    try:
+        if path.suffix == ".tar" and path.is_file():
+            return unpack(path).bundle
+        return find(name).bundle
+    except OSError as error:
+        raise SourceError(
+            f"{name}: {error.strerror or error}: {error.filename or root()}"
+        ) from None
+
+
+def versions_of(name: str) -> dict[int, Path]:
+    """Return the bundles that `quartet train` wrote for a name: NAME has version 1, NAME-v2 has version 2."""
+    found = {}
+    for manifest in BUNDLES.glob(f"*/{MANIFEST}"):
+        folder = manifest.parent
+        if match := re.fullmatch(rf"{re.escape(name)}(?:-v(\d+))?", folder.name):
+            found[int(match[1] or 1)] = folder
+    return found
+
+
+def find(name: str) -> Entry:
+    """Return the entry of a path or of a hub name, which is exported first where there is none. Raises SourceError."""
+    path = Path(name)
+    if path.exists():
+        source = Source(str(path.resolve()), make_key(hash_files(path)))
+        return entry_of(source) or export(source, name, folder_of(path).name)
+    model, _, revision = name.partition("@")
+    if not HUB_NAME.fullmatch(model) or name.startswith("."):
+        raise SourceError(f"{name}: no such file or directory")
+    source = hub_source(model, revision)
+    return entry_of(source) or export(source, f"{model}@{source.commit}", model)
+
+
+def entry_of(source: Source) -> Entry | None:
+    """Return the entry of a source, and note its use; None where it is not in the cache."""
+    entry = Entry(root() / source.key, source)
+    if not (entry.folder / SOURCE).is_file():
+        return None
+    os.utime(entry.folder / SOURCE)
+    return entry
+
+
+def make_key(content: str) -> str:
+    return hashlib.sha256(f"{content} {__version__}".encode()).hexdigest()[:16]
+
+
+# -- what a name is now -------------------------------------------------------------------------------
+
+
+def folder_of(path: Path) -> Path:
+    """Return the directory of a model's configuration: of `DIR/onnx/model.onnx` it is DIR."""
+    whole = path.resolve()
+    if whole.is_dir():
+        return whole
+    return whole.parent.parent if whole.parent.name == "onnx" else whole.parent
+
+
+def hash_files(path: Path) -> str:
+    """Return a hash of the names and contents of the files from which a path is exported."""
+    folder, path = folder_of(path), path.resolve()
+    files = {*folder.glob("*"), *(folder.glob("*/*") if path.is_dir() else path.parent.glob("*"))}
+    total = hashlib.sha256(path.name.encode())
+    for file in sorted(filter(Path.is_file, files)):
+        within = file.relative_to(folder)
+        if within.parts[0].startswith(".") or within.match(f"{TRAINING_STATES}/*"):
+            continue
+        with file.open("rb") as opened:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        total.update(f"{within} {digest}\n".encode())
+    return total.hexdigest()
+
+
+def hub_source(model: str, revision: str) -> Source:
+    """Return a hub model at the commit that its revision has now; without a connection, at the last one of the cache.
+
+    revision: a branch, tag or commit, "" for the hub's default. Raises SourceError where neither is known.
+    """
+    reason = ""
+    commit = revision if COMMIT.fullmatch(revision) else ""
+    if not commit:
+        try:
+            commit = hub_commit(model, revision)
+        except Exception as error:  # the hub client's many errors mean one thing here
+            reason = " ".join(str(error).split()) or type(error).__name__
+            commit = last_commit(model, revision)
+    if not commit:
+        raise SourceError(
+            f"{model}: no bundle, file or directory of this name, and the hub does not provide it: {reason}"
+        )
+    if reason:
+        print(f"quartet: {model}: commit {commit} of the cache, because {reason}", file=sys.stderr)
+    return Source(model, make_key(f"{model} {commit}"), commit)
+
+
+def hub_commit(model: str, revision: str) -> str:
+    """Ask the hub for the commit of a revision. Raises the hub client's errors."""
+    from huggingface_hub import HfApi
+
+    return str(HfApi().model_info(model, revision=revision or "main", timeout=10).sha)
+
+
+def last_commit(model: str, revision: str) -> str:
+    """Return the last used commit of a hub model in this cache, or that of the hub client's cache; "" without one."""
+    for entry in entries():
+        if entry.source.name == model:
+            return entry.source.commit
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        return ""
+    file = try_to_load_from_cache(model, "config.json", revision=revision or "main")
+    return Path(file).parent.name if isinstance(file, str) else ""
+
+
+# -- writing ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def writing(source: Source) -> Iterator[Path | None]:
+    """Yield a temporary folder that becomes the entry of a source; None where another process wrote it meanwhile."""
+    root().mkdir(parents=True, exist_ok=True)
+    with (root() / f".{source.key}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if entry_of(source) is not None:
+            yield None
+            return
+        for stale in root().glob(f".{source.key}.*/"):  # of a process that was killed
+            shutil.rmtree(stale)
+        folder = Path(tempfile.mkdtemp(prefix=f".{source.key}.", dir=root()))
+        try:
+            yield folder
+            (folder / SOURCE).write_text(json.dumps(asdict(source)), encoding="utf-8")
+            folder.rename(root() / source.key)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            Path(lock.name).unlink(missing_ok=True)
+
+
+def export(source: Source, origin: str, name: str) -> Entry:
+    """Export a checkpoint or an ONNX graph into the cache, in a process of its own. Raises SourceError.
+
+    name: of the model in requests, made of the letters that such names may have
+    """
+    words = [re.sub(r"[^A-Za-z0-9._-]+", "-", word).strip("._-") for word in name.split("/")]
+    name = "/".join(filter(None, words)) or "model"
+    with writing(source) as folder:
+        if folder is not None:
+            print(
+                f"quartet: exporting {origin}, once; later starts take it from the cache",
+                file=sys.stderr,
+            )
+            run_export([origin, str(folder / name.rpartition("/")[2]), "--name", name])
+    remove(above_limit(), keep=source.key)
+    return Entry(root() / source.key, source)
+
+
+def run_export(arguments: list[str]) -> None:
+    """Run `python -m export` with its output on standard error. Raises SourceError with its last line."""
+    command = [*child_python(), "-m", "export", *arguments]
+    last = ""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as run:
+        assert run.stdout is not None
+        try:
+            for line in run.stdout:
+                last = line.strip() or last
+                print(f"  {line.rstrip()}", file=sys.stderr, flush=True)
+        except BaseException:  # Ctrl-C or SIGTERM
+            run.terminate()
+            raise
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if run.returncode:
+        if "ModuleNotFoundError" in last:
+            last = f'{last}: pip install "quartet-serving[train]"'
+        raise SourceError(last.removeprefix("export: "))
+
+
+def pack(entry: Entry, file: Path) -> None:
+    """Write an entry to a tar file, which `resolve` takes."""
+    partial = file.with_name(f".{file.name}.partial")
+    try:
+        with tarfile.open(partial, "w") as archive:
+            archive.add(entry.folder, arcname=entry.source.key)
+        partial.rename(file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def unpack(file: Path) -> Entry:
+    """Unpack a file of `pack` into the cache. Raises SourceError for a file that is none."""
+    try:
+        with tarfile.open(file) as archive:
+            top = archive.next()
+            reader = archive.extractfile(f"{top.name}/{SOURCE}") if top else None
+            if reader is None:
+                raise KeyError(SOURCE)
+            source = Source(**json.load(reader))
+            with writing(source) as folder:
+                if folder is not None:
+                    archive.extractall(folder, filter="data")
+                    for path in (folder / source.key).iterdir():
+                        path.rename(folder / path.name)
+                    (folder / source.key).rmdir()
+    except (tarfile.TarError, KeyError, TypeError, ValueError) as error:
+        raise SourceError(f"{file}: not a file that quartet pull --to wrote: {error}") from None
+    return Entry(root() / source.key, source)
+
+
+# -- removing -----------------------------------------------------------------------------------------
+
+
+def above_limit() -> Iterator[Entry]:
+    """Yield the entries, last used first, from the one with which the cache exceeds its limit."""
+    total = 0
+    for entry in entries():
+        total += entry.size
+        if total > MOST_BYTES:
+            yield entry
+
+
+def remove(unwanted: Iterable[Entry], keep: str = "") -> None:
+    """Remove entries, but for the one with the key `keep`."""
+    for entry in unwanted:
+        if entry.source.key != keep:
+            hidden = entry.folder.with_name(f".{entry.folder.name}.removed")
+            entry.folder.rename(
+                hidden
+            )  # first, so that a process that opens it finds all or nothing
+            shutil.rmtree(hidden)

@@ -1,0 +1,24 @@
+"""`quartet list`: list the models in the cache, the last used first."""
+
+import argparse
+import time
+
+from quartet import cache
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    return argparse.ArgumentParser("quartet list", description=(__doc__ or "").partition(": ")[2])
+
+
+def main() -> int:
+    """Print a line for each model. Returns 0."""
+    parser().parse_args()
+    found = cache.entries()
+    for entry in found:
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used_s))
+        commit = f"@{entry.source.commit[:12]}" if entry.source.commit else ""
+        print(f"{entry.source.name}{commit}  {entry.size / 1e6:.1f} MB  used {used}")
+    total = sum(entry.size for entry in found) / 1e6
+    print(f"{cache.root()}: {len(found)} models, {total:.1f} of {cache.MOST_BYTES / 1e6:,.0f} MB")
+    return 0

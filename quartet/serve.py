@@ -1,0 +1,39 @@
+"""`quartet serve [NAME ...]`: export what is no bundle, then serve as `quartet-serve` does, with the same flags."""
+
+import argparse
+import sys
+
+from quartet.cache import SourceError, resolve
+
+SWITCHES = frozenset({"--version", "--check-config"})  # flags without a value
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the service, whose bundles may be other models here."""
+    from service.__main__ import parser
+
+    return parser()
+
+
+def main() -> int:
+    """Serve until a stop signal. Returns the exit status."""
+    try:
+        sys.argv[1:] = with_bundles(sys.argv[1:])
+    except SourceError as error:
+        print(f"quartet: {error}", file=sys.stderr)
+        return 3
+    from service.command import main as serve
+
+    serve()
+    return 0
+
+
+def with_bundles(arguments: list[str]) -> list[str]:
+    """Return the arguments with a bundle's directory in place of each model. Raises SourceError."""
+    resolved = []
+    takes_value = False
+    for argument in arguments:
+        is_flag = argument.startswith("-")
+        resolved.append(argument if is_flag or takes_value else str(resolve(argument)))
+        takes_value = is_flag and "=" not in argument and argument not in SWITCHES
+    return resolved

@@ -1,0 +1,96 @@
+"""`quartet train FILE`: find the task of a file of labelled rows, train a head, and write a bundle to serve."""
+
+import argparse
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from quartet.cache import BUNDLES, SourceError, run_export, versions_of
+from service.processes.child_process import child_python
+
+ENCODER = Path("encoders/quartet-base")  # of a checkout
+HUB_ENCODER = "sentence-transformers/all-MiniLM-L6-v2"
+# A file with columns of several tasks has the first of them.
+TASKS = ("qa", "ner", "classification", "embedding")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    base = ENCODER if ENCODER.is_dir() else HUB_ENCODER
+    parser = argparse.ArgumentParser(
+        "quartet train",
+        description="Train a head on a file of labelled rows, and write bundles/NAME. "
+        "Further options are those of python -m model.finetune, such as --epochs 4.",
+    )
+    parser.add_argument(
+        "file",
+        metavar="FILE",
+        help=".csv, .tsv, .jsonl, .json, .parquet or .conll; FILE?text=COLUMN&label=COLUMN names its columns",
+    )
+    parser.add_argument(
+        "--task", choices=TASKS, help="of the rows; found from the columns by default"
+    )
+    parser.add_argument("--name", help="the model's name in requests; the file's name by default")
+    parser.add_argument(
+        "--base",
+        default=str(base),
+        help="checkpoint to start from, or a name on the hub; default: %(default)s",
+    )
+    return parser
+
+
+def main() -> int:
+    """Train and export. Returns the exit status."""
+    arguments, further = parser().parse_known_args()
+    file = Path(arguments.file.partition("?")[0])
+    name = arguments.name or re.sub(r"[^A-Za-z0-9._-]+", "-", file.name.partition(".")[0]).strip(
+        "._-"
+    )
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        parser().error(
+            "--name: needs a letter or digit first, and may have letters, digits, dots, dashes and _ only"
+        )
+    if not file.is_file():
+        parser().error(f"{file}: no such file")
+    try:
+        task = arguments.task or find_task(arguments.file)
+        print(f"quartet: {arguments.file}: {task}; training from {arguments.base}", flush=True)
+        output = f"runs/{name}"
+        options = [
+            "--data",
+            arguments.file,
+            "--task",
+            task,
+            "--init-from",
+            arguments.base,
+            "--output",
+            output,
+        ]
+        command = [*child_python(), "-m", "model.finetune", *options, *further]
+        if status := subprocess.run(command, check=False).returncode:
+            return status
+        version = max(versions_of(name), default=0) + 1
+        folder = BUNDLES / (name if version == 1 else f"{name}-v{version}")
+        run_export([f"{output}/checkpoint", str(folder), "--name", name, "--version", str(version)])
+    except (SourceError, ValueError) as error:
+        print(f"quartet: {error}", file=sys.stderr)
+        return 2
+    print(f"See {output}/report.html. Serve the model: quartet serve {name}")
+    return 0
+
+
+def find_task(file: str) -> str:
+    """Return the task whose columns and rows a file has. Raises ValueError with the reasons where none fits."""
+    from model.data.labelled_rows import read
+    from service.core.data_files.text_files import DataError
+
+    reasons = []
+    for task in TASKS:
+        try:
+            read(file, task)
+        except DataError as error:
+            reasons.append(f"{task}: {error}")
+        else:
+            return task
+    raise ValueError("; ".join(reasons))

@@ -1,0 +1,183 @@
+"""The cache of exported bundles: what a name stands for, and when it is exported again."""
+
+import json
+import sys
+import tarfile
+from functools import partialmethod
+from pathlib import Path
+
+import pytest
+from huggingface_hub import HfApi
+
+from quartet import cache, list_models, pull, remove, serve
+from quartet.cache import SourceError, resolve
+from tests.hub_server import serve_hub
+
+
+@pytest.fixture
+def exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The arguments of each export, which writes a manifest only; the working directory and the cache are new."""
+    calls: list[list[str]] = []
+
+    def run_export(arguments: list[str]) -> None:
+        origin, folder, *_ = arguments
+        calls.append(arguments)
+        if "broken" in origin:
+            raise SourceError("broken: no weights")
+        Path(folder).mkdir()
+        (Path(folder) / "manifest.json").write_text(json.dumps({"origin": origin}))
+
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(cache, "run_export", run_export)
+    return calls
+
+
+def checkpoint(name: str = "mine", weights: str = "1") -> Path:
+    folder = Path(name)
+    folder.mkdir(exist_ok=True)
+    (folder / "model.safetensors").write_text(weights)
+    return folder
+
+
+def bundle(folder: str) -> Path:
+    Path(folder).mkdir(parents=True)
+    (Path(folder) / "manifest.json").write_text("{}")
+    return Path(folder)
+
+
+def test_bundles_are_served_as_they_are(exports: list[list[str]]) -> None:
+    """A bundle's directory, and the newest version that `quartet train` wrote for a name."""
+    assert bundle("elsewhere/a") == resolve("elsewhere/a")
+    bundle("bundles/reviews")
+    bundle("bundles/reviews-v2")
+    newest = bundle("bundles/reviews-v10")
+    bundle("bundles/reviews-of-books")
+    assert newest == resolve("reviews")
+    assert [] == exports
+
+
+def test_a_checkpoint_is_exported_once(exports: list[list[str]]) -> None:
+    """Changed weights are another model; states of a trainer are not."""
+    folder = checkpoint()
+    first = resolve("mine")
+    (folder / "checkpoint-500").mkdir()
+    (folder / "checkpoint-500" / "optimizer.pt").write_text("much")
+    assert first == resolve("./mine") == resolve(str(folder.resolve()))
+    checkpoint(weights="2")
+    assert first != resolve("mine")
+    assert [["--name", "mine"]] * 2 == [call[2:] for call in exports]
+
+
+def test_a_graph_has_the_name_of_its_checkpoint(exports: list[list[str]]) -> None:
+    onnx = checkpoint("e5") / "onnx"
+    onnx.mkdir()
+    (onnx / "model_quantized.onnx").write_text("graph")
+    assert "e5" == resolve("e5/onnx/model_quantized.onnx").name
+    (onnx / "model_quantized.onnx").write_text("another")
+    resolve("e5/onnx/model_quantized.onnx")
+    assert 2 == len(exports)
+
+
+def test_a_failed_export_leaves_nothing(exports: list[list[str]]) -> None:
+    checkpoint("broken")
+    with pytest.raises(SourceError, match="broken: no weights"):
+        resolve("broken")
+    assert [] == [*cache.root().iterdir()] == cache.entries()
+
+
+@pytest.mark.parametrize("name", ["./absent", "a/b/c", "bad name", "/absent"])
+def test_a_path_that_does_not_exist_is_not_looked_up(exports: list[list[str]], name: str) -> None:
+    with pytest.raises(SourceError, match="no such file or directory"):
+        resolve(name)
+
+
+def test_names_on_the_hub(
+    exports: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A commit is exported once; without a connection the last one is served, and an unknown name is an error."""
+    folder = checkpoint("published")
+    with serve_hub() as hub:
+        monkeypatch.setattr(HfApi, "__init__", partialmethod(HfApi.__init__, endpoint=hub.url))
+        commit = hub.publish("me/e5", folder)
+        first = resolve("me/e5")
+        assert first == resolve("me/e5") == resolve(f"me/e5@{commit}")
+        checkpoint("published", "2")
+        assert commit != hub.publish("me/e5", folder)
+        second = resolve("me/e5")
+    assert [f"me/e5@{commit}", "me/e5"] == [exports[0][0], exports[0][3]]
+    assert 2 == len(exports)
+
+    def unreachable(name: str, revision: str) -> str:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(cache, "hub_commit", unreachable)
+    assert second == resolve("me/e5")
+    assert "of the cache, because no network" in capsys.readouterr().err
+    with pytest.raises(SourceError, match="the hub does not provide it: no network"):
+        resolve("me/other")
+
+
+def test_a_file_of_pull_is_served_elsewhere(
+    exports: list[list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    checkpoint()
+    monkeypatch.setattr(sys, "argv", ["quartet pull", "mine", "--to", "mine.tar"])
+    assert 0 == pull.main()
+    assert capsys.readouterr().out.startswith("mine.tar: mine")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
+    for _ in range(2):
+        found = resolve("mine.tar")
+        assert found.is_relative_to(tmp_path / "another")
+        assert (found / "manifest.json").is_file()
+    assert 1 == len(exports)
+
+
+@pytest.mark.parametrize("content", ["text", "other tar"])
+def test_another_file_is_refused(exports: list[list[str]], content: str) -> None:
+    Path("x.tar").write_text(content)
+    if content == "other tar":
+        with tarfile.open("x.tar", "w") as archive:
+            archive.add(checkpoint())
+    with pytest.raises(SourceError, match="not a file that quartet pull --to wrote"):
+        resolve("x.tar")
+
+
+def test_list_and_remove(
+    exports: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("one", "two"):
+        checkpoint(name, name)
+        resolve(name)
+    monkeypatch.setattr(sys, "argv", ["quartet list"])
+    assert 0 == list_models.main()
+    assert "2 models" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["quartet remove", "one"])
+    assert 0 == remove.main()
+    assert ["two"] == [Path(entry.source.name).name for entry in cache.entries()]
+    assert 2 == remove.main()
+    assert "one is not in the cache" in capsys.readouterr().err
+
+
+def test_the_cache_is_bounded(exports: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model that was not used for the longest time goes; the new one stays even if it alone is too large."""
+    checkpoint("one", "1")
+    checkpoint("two", "2")
+    resolve("one")
+    monkeypatch.setattr(cache, "MOST_BYTES", 1)
+    resolve("two")
+    assert ["two"] == [Path(entry.source.name).name for entry in cache.entries()]
+
+
+def test_serve_replaces_only_names(exports: list[list[str]]) -> None:
+    """Values of flags are no models."""
+    checkpoint()
+    arguments = ["--port", "80", "mine", "--host=::1", "--check-config", "mine"]
+    found = str(resolve("mine"))
+    assert ["--port", "80", found, "--host=::1", "--check-config", found] == serve.with_bundles(
+        arguments
+    )

@@ -1,0 +1,110 @@
+"""The commands train, bench and doctor."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from quartet import bench, doctor, train
+from service.core.bundle import Head
+
+ROWS = {
+    "classification": "text,label\nfine,good\nbad,poor\n",
+    "qa": 'question,context,answer,answer_start\nWho?,"Ada wrote.",Ada,0\n',
+    "embedding": "anchor,positive\na cat,the cat\na dog,the dog\n",
+}
+
+
+@pytest.mark.parametrize("task", ROWS)
+def test_the_task_of_a_file_is_found(tmp_path: Path, task: str) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_text(ROWS[task])
+    assert task == train.find_task(str(file))
+
+
+def test_the_task_of_tagged_words(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"tokens": ["Ada", "wrote"], "tags": ["B-PER", "O"]}))
+    assert "ner" == train.find_task(str(file))
+
+
+def test_a_file_of_no_task_is_refused_by_each(tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match=r"qa: .*ner: .*classification: .*embedding: "):
+        train.find_task(str(file))
+
+
+def test_training_again_writes_the_next_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A bundle that may be served is not replaced."""
+    commands: list[list[str]] = []
+
+    def run_export(arguments: list[str]) -> None:
+        commands.append(arguments)
+        Path(arguments[1]).mkdir(parents=True)
+        (Path(arguments[1]) / "manifest.json").write_text("{}")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "run_export", run_export)
+    monkeypatch.setattr(
+        train.subprocess,
+        "run",
+        lambda command, check: commands.append(command) or SimpleNamespace(returncode=0),
+    )
+    Path("my reviews.csv").write_text(ROWS["classification"])
+    monkeypatch.setattr(sys, "argv", ["quartet train", "my reviews.csv", "--steps", "2"])
+    assert 0 == train.main() == train.main()
+    trained, first, _, second = commands
+    assert ["--steps", "2"] == trained[-2:]
+    assert "classification" == trained[trained.index("--task") + 1]
+    assert ["bundles/my-reviews", "--name", "my-reviews", "--version", "1"] == first[1:]
+    assert ["bundles/my-reviews-v2", "--name", "my-reviews", "--version", "2"] == second[1:]
+    assert "quartet serve my-reviews" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["absent.csv"], ["rows.csv", "--name", "a b"]])
+def test_train_refuses_bad_names_before_it_imports_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.csv").write_text(ROWS["classification"])
+    monkeypatch.setattr(sys, "argv", ["quartet train", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        train.main()
+
+
+@pytest.mark.slow
+def test_bench_measures_the_default_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        sys, "argv", ["quartet bench", "--seconds", "0.3", "--connections", "1", "4"]
+    )
+    assert 0 == bench.main()
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("   ")]
+    assert ["1", "4"] == [row[0] for row in rows]
+    assert all(float(row[2]) <= float(row[3]) for row in rows)
+
+
+def test_bench_sends_a_text_of_each_task() -> None:
+    assert ("/ner", {"inputs": "Ada"}) == bench.request(Head.model_construct(task="ner"), "Ada")
+    path, body = bench.request(Head.model_construct(task="qa"), "Ada wrote.")
+    assert ("/qa", "Ada wrote.") == (path, body["context"])
+
+
+def test_doctor_reports_each_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What needs an action has `!!` and the action; then the exit status is 1."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (24, 24))
+    monkeypatch.setattr(sys, "argv", ["quartet doctor"])
+    assert 1 == doctor.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [*doctor.CHECKS] == list(dict.fromkeys(line.split()[0] for line in lines))
+    assert "files      !!  24 open files: ulimit -n 1100, or lower max_connections" in lines
