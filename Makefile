@@ -76,8 +76,8 @@ build/versions/%: FORCE
 	@OMP_NUM_THREADS=1 $@/bin/python -m pytest --quiet $(addprefix tests/service/,server middleware api) \
 	    --ignore tests/service/api/dialects --ignore tests/service/api/test_token_routes.py
 
-fuzz: $(VENV)/.test ## Send the service 10,000 requests generated from its OpenAPI document (some minutes; REQUESTS=...)
-	@CONTRACT_REQUESTS=$(REQUESTS) $(RUN) -m pytest -s tests/e2e/test_contract.py
+fuzz: $(VENV)/.test ## Send the service 10,000 generated requests over HTTP, and as many over gRPC (some minutes; REQUESTS=...)
+	@CONTRACT_REQUESTS=$(REQUESTS) $(RUN) -m pytest -s tests/e2e/test_contract.py tests/e2e/test_grpc_fuzz.py
 
 check: $(VENV)/.test ## Check format, lint, types and layers
 	@echo "Checking format, lint, types and layers"
