@@ -39,9 +39,9 @@ serve: $(VENV)/.serve $(VENV)/.bytecode ## Serve BUNDLE on HOST:PORT, with the s
 	@echo "Serving $(BUNDLE) on http://$(HOST):$(PORT)"
 	@exec $(RUN) -m service $(BUNDLE) --host $(HOST) --port $(PORT)
 
-train: $(VENV)/.test ## Train a head on DATA and write bundles/NAME (TASK=classification INIT=checkpoint; ARGS="--epochs 4")
+train: $(VENV)/.test ## Train a head on DATA and write bundles/NAME (TASK=classification INIT=checkpoint FRESH=1; ARGS="--epochs 4")
 	@test -n "$(DATA)" || { echo "train: name a file: make train DATA=questions.csv"; exit 1; }
-	@$(RUN) -m model.finetune --data "$(DATA)" --task $(TASK) --init-from "$(INIT)" --output "runs/$(NAME)" $(ARGS)
+	@$(RUN) -m model.finetune --data "$(DATA)" --task $(TASK) --init-from "$(INIT)" --output "runs/$(NAME)" $(if $(FRESH),--fresh) $(ARGS)
 	@$(RUN) -m export "runs/$(NAME)/checkpoint" "bundles/$(NAME)" --replace
 	@echo "See runs/$(NAME)/report.html; serve it: make serve BUNDLE=bundles/$(NAME)"
 

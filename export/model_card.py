@@ -50,7 +50,8 @@ def _section(title: str, text: str | None) -> str:
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
+    escaped = [[cell.replace("|", r"\|") for cell in row] for row in rows]
+    lines = [header, ["---"] * len(header), *escaped]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -120,8 +121,9 @@ def _data(manifest: Manifest) -> str:
 
 
 def _terms(manifest: Manifest) -> str:
+    own = " The data sets have terms of their own, above." * bool(manifest.provenance.datasets)
     text = (
-        f"Weights: {manifest.weights_license}. The data sets have terms of their own, above.\n\n"
+        f"Weights: {manifest.weights_license}.{own}\n\n"
         f"Do the terms of the data allow commercial use? {manifest.provenance.commercial_use}"
     )
     by_head = manifest.provenance.commercial_use_by_head(manifest.heads)

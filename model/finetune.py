@@ -514,7 +514,8 @@ def train(
                 score = float(np.mean(main)) if main else 0.0
                 if metrics:
                     line = "; ".join(f"{n}: {show_metrics(found)}" for n, found in metrics.items())
-                    note = " (best so far)" if score > best else ""
+                    note = " (equal to the best so far, and kept)" if score == best else ""
+                    note = " (best so far)" if score > best else note
                     run.evaluated(step, dev_scalars(metrics), line + note)
                 if score > best:
                     improved_step = step + 1

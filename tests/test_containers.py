@@ -205,9 +205,9 @@ def test_make_train_names_run_and_bundle_after_the_data():
     ]
     assert ["export", "runs/my/checkpoint", "bundles/my", "--replace"] == export
 
-    chosen = ("DATA=a.conll", "TASK=ner", "INIT=b", "NAME=c", "ARGS=--epochs 4")
+    chosen = ("DATA=a.conll", "TASK=ner", "INIT=b", "NAME=c", "FRESH=1", "ARGS=--epochs 4")
     training, export = train_commands(*chosen)
-    expected = "--data a.conll --task ner --init-from b --output runs/c --epochs 4"
+    expected = "--data a.conll --task ner --init-from b --output runs/c --fresh --epochs 4"
     assert expected.split() == training[1:]
     assert "bundles/c" == export[2]
 

@@ -95,7 +95,7 @@ def check_output(settings: Any, record: RunRecord | None = None) -> RunRecord:
         more = f"; and {len(found) - MOST} more" if len(found) > MOST else ""
         raise OtherRunError(
             f"{folder} has a run that differs: {'; '.join(found[:MOST])}{more}. Choose another output,"
-            " restore these settings to continue the run, or delete it and begin anew with --fresh"
+            " restore these settings to continue the run, or delete it and begin anew with --fresh (make train FRESH=1)"
         )
     return record
 

@@ -30,6 +30,7 @@ from model.training.run_record import OtherRunError, RunRecord
 from model.training.series import Series
 from model.training.stop_signals import StoppedRun, StopSignals
 
+RECENT = 20  # steps whose mean loss is shown
 SECONDS_BETWEEN_LINES = 10  # of progress, where the output is not a terminal
 
 
@@ -119,7 +120,6 @@ class TrainingRun:
         self.signals = StopSignals()
         self.tokens = 0
         self.steps_done = 0
-        self.smooth: float | None = None
 
     def __enter__(self) -> Self:
         self.signals.__enter__()
@@ -138,8 +138,8 @@ class TrainingRun:
         self.tokens += tokens
         self.steps_done += 1
         loss = losses["loss"]
-        self.smooth = loss if self.smooth is None else 0.98 * self.smooth + 0.02 * loss
         self.history.append((step, loss))
+        recent = [value for _, value in self.history[-RECENT:]]
         for name, value in losses.items():
             self.scalar(f"train/{name}", value, step)
         self.scalar("train/lr", lr, step)
@@ -147,7 +147,7 @@ class TrainingRun:
         self.clock = now
         left = self.seconds_left(step + 1) / 60
         speed = self.tokens_per_second()
-        state = f"loss {self.smooth:.3f}  {speed:,.0f} tokens/s  {left:.0f} min left"
+        state = f"loss {sum(recent) / len(recent):.3f}  {speed:,.0f} tokens/s  {left:.0f} min left"
         self.progress.update(self.bar, completed=step + 1, state=state)
         if self.progress.disable and now - self.last_line >= SECONDS_BETWEEN_LINES:
             self.last_line = now

@@ -248,6 +248,17 @@ def test_provenance(tiny_checkpoint: Path, out: Path, tmp_path: Path) -> None:
         assert told in card
 
 
+def test_tables_of_the_card(tiny_checkpoint: Path, out: Path, tmp_path: Path) -> None:
+    """A bar in a cell ends no cell, and a card without data sets does not refer to them."""
+    (tmp_path / "told.toml").write_text(PROVENANCE.replace("made-up", "made|up"))
+    assert 0 == export(tiny_checkpoint, out, "--provenance", tmp_path / "told.toml")
+    card = (out / "README.md").read_text()
+    assert r"| made\|up | nothing |" in card
+    assert "terms of their own, above" in card
+    assert 0 == export(tiny_checkpoint, out, "--replace")
+    assert "above" not in (out / "README.md").read_text()
+
+
 def test_terms_of_each_head_are_on_the_card(
     tiny_checkpoint: Path, out: Path, tmp_path: Path
 ) -> None:

@@ -83,7 +83,7 @@ def test_other_settings_are_named_with_what_to_do(settings: Settings) -> None:
     assert refusal(other) == (
         f"{settings.output} has a run that differs: heads.topic.weight: 2.0 (was 1.0); lr: 0.5 (was 0.1)."
         " Choose another output, restore these settings to continue the run, or delete it and begin anew"
-        " with --fresh"
+        " with --fresh (make train FRESH=1)"
     )
 
 

@@ -168,11 +168,12 @@ class TestRun:
         with TrainingRun.open(settings.output, settings.steps, settings) as later:
             for step in range(50):
                 seconds += 0.5
-                later.step(step, {"loss": 2.0}, 10, lr=0.1)
+                later.step(step, {"loss": 2.0 if step < 20 else 0.02}, 10, lr=0.1)
 
         lines = capsys.readouterr().out.splitlines()
         assert ["step 20/100", "step 40/100"] == [line.split("  ")[0] for line in lines]
         assert lines[0] == "step 20/100  loss 2.000  20 tokens/s  1 min left"
+        assert lines[1].startswith("step 40/100  loss 0.020")  # of recent steps
 
     def test_evaluations(self, settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
         """An evaluation is a line that people can read, and its metrics are kept with the run."""
