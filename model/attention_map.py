@@ -64,9 +64,7 @@ def draw(
     bar.ax.tick_params(labelsize=7)
     title = textwrap.shorten(text, max(20, 10 * int(figure.get_figwidth())), placeholder=" …")
     figure.suptitle(title, fontsize=12, parse_math=False)
-    figure.supxlabel(
-        "each row: how much this token attends to those below", fontsize=8, color="0.4"
-    )
+    figure.supxlabel("each row: attention of a token to those below", fontsize=8, color="0.4")
     return figure
 
 
@@ -81,9 +79,7 @@ def choose(name: str, numbers: Sequence[int], count: int) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("text", help="a text")
-    parser.add_argument(
-        "--pair", metavar="TEXT", help="a second text, which is read with the first"
-    )
+    parser.add_argument("--pair", metavar="TEXT", help="a second text, read with the first")
     for what in ("layer", "head"):
         parser.add_argument(
             f"--{what}",
@@ -94,7 +90,7 @@ def main() -> None:
             help=f"draw only these {what}s, from 1; default: all. Example: --{what} 1 4",
         )
     parser.add_argument(
-        "-o", "--output", type=Path, required=True, help="a picture: .png, .svg or .pdf"
+        "-o", "--output", type=Path, required=True, help="a .png, .svg or .pdf file"
     )
     parser.add_argument(
         "--checkpoint", help=f"a directory or a hub name; default: {DEFAULT_CHECKPOINT}"

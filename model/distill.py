@@ -228,16 +228,14 @@ class PlainTexts:
         shortest = min(SHORTEST_PASSAGE, self.length)
         length = round(shortest * (self.length / shortest) ** rng.random())
         room = self.specials.room(length)
-        firsts = rng.integers(
-            self.corpus.num_sentences, size=self.batch_size * self.length // length
-        )
+        number = self.batch_size * self.length // length
+        firsts = rng.integers(self.corpus.num_sentences, size=number)
         starts = self.corpus.sentence_starts
         texts = []
         for first in map(int, firsts):
             _, end = self.corpus.document_of(first)
-            fitting = int(
-                np.searchsorted(starts[first : end + 1], starts[first] + room, side="right")
-            )
+            limit = starts[first] + room
+            fitting = int(np.searchsorted(starts[first : end + 1], limit, side="right"))
             texts.append(self.corpus.tokens(first, first + max(1, fitting - 1))[:room])
         return examples.Batch([Window(*self.specials.around(text)) for text in texts], [])
 
@@ -346,12 +344,9 @@ def distill(s: DistillSettings) -> dict[str, Any]:
     finetune.check_fits(s.preset or s.init_from or s.teacher, shape, tokenizer, longest)
     encoder_teacher = main_teacher if s.counts(*distillation.TOKEN_LOSSES) else None
     if encoder_teacher:
-        weighted = ", ".join(
-            f"losses.{name}" for name in distillation.TOKEN_LOSSES if s.counts(name)
-        )
-        distillation.teacher_encoder(
-            main_teacher, Encoder(tokenizer, longest), weighted, by_token=True
-        )
+        weighted = ", ".join(f"losses.{n}" for n in distillation.TOKEN_LOSSES if s.counts(n))
+        encoder = Encoder(tokenizer, longest)
+        distillation.teacher_encoder(main_teacher, encoder, weighted, by_token=True)
     described, teacher_heads, tasks, dev = finetune.read_tasks(
         s, encoders, shape, teacher_of, s.losses, encoder_teacher
     )

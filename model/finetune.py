@@ -217,9 +217,7 @@ def dev_scalars(metrics: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 def record_held_out(output: Path, dev: Mapping[str, DevRows]) -> None:
     """Write the indices of the rows that are held out of training, by head, to `held_out.json`."""
-    held = {
-        name: [row.where for row in each.rows] for name, each in dev.items() if each.is_held_out
-    }
+    held = {n: [row.where for row in each.rows] for n, each in dev.items() if each.is_held_out}
     if held:
         (output / "held_out.json").write_text(json.dumps(held, indent=2) + "\n", encoding="utf-8")
 
@@ -335,9 +333,8 @@ def read_tasks(
                 origin = f"{len(held):,} of {whole}, held out by seed {s.seed} (held_out.json)"
                 dev[name] = DevRows(held, origin, is_held_out=True)
         teacher = teacher_of.get(name)
-        teacher_heads[name] = (
-            distillation.match_teacher_head(teacher, name, head) if teacher else None
-        )
+        matched = distillation.match_teacher_head(teacher, name, head) if teacher else None
+        teacher_heads[name] = matched
         if h.teacher and teacher_heads[name] is None:
             has = ", ".join(teacher.model.described) or "none"
             raise ValueError(f"heads.{name}: {h.teacher} has no such head: it has {has}")
@@ -439,9 +436,8 @@ def train(
     # optimizer; projections between widths have the heads' learning rate
     named = [*model.named_parameters(), *objective.named_parameters("heads")]
     betas = (0.9, s.beta2)
-    optimizer = optim.optimizer(
-        s.optimizer, named, s.lr, s.muon_lr, s.weight_decay, betas, s.head_lr
-    )
+    rates = (s.lr, s.muon_lr, s.weight_decay)
+    optimizer = optim.optimizer(s.optimizer, named, *rates, betas, s.head_lr)
     trained, shared = [parameter for _, parameter in named], [*model.encoder.parameters()]
 
     # loop
@@ -590,9 +586,8 @@ def examine(
             model.described[saved] = head.model_copy(update=update)
             errors = {"error_before": found.error_before, "error_after": found.error_after}
             calibrations[name] = {"temperature": temperature, **errors}
-        sections.append(
-            dev_report.describe(name, rows, outputs[name], head, dev[name].origin, found)
-        )
+        origin = dev[name].origin
+        sections.append(dev_report.describe(name, rows, outputs[name], head, origin, found))
     return calibrations, sections
 
 
