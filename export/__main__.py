@@ -3,16 +3,24 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from export import arguments, pipeline, provenance
-from export.external.onnx_source import is_external
-from export.pipeline import ExportRequest
-from model.checkpoints.hub_download import join_name
+from export import arguments
 from service.core.bundle import Manifest
+
+if TYPE_CHECKING:
+    from export.pipeline import ExportRequest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Export, and print each step. Returns the exit status."""
+    arguments.parser().parse_args(argv)  # help and bad arguments need no package of the extra
+    try:
+        from export import pipeline
+    except ModuleNotFoundError as error:
+        extra = "install the extra train: pip install 'quartet-serving[train]'"
+        print(f"export: the package {error.name} is missing: {extra}", file=sys.stderr)
+        return 1
     try:
         request = read_request(argv)
         print(summary(request.out, pipeline.export(request, print)))
@@ -22,8 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def read_request(argv: Sequence[str] | None) -> ExportRequest:
+def read_request(argv: Sequence[str] | None) -> "ExportRequest":
     """Return the export that the command line describes. Exits with status 2 for bad arguments."""
+    from export import provenance
+    from export.external.onnx_source import is_external
+    from export.pipeline import ExportRequest
+    from model.checkpoints.hub_download import join_name
+
     parser = arguments.parser()
     options = parser.parse_args(argv)
     onnx = options.onnx or is_external(options.checkpoint)
@@ -34,6 +47,11 @@ def read_request(argv: Sequence[str] | None) -> ExportRequest:
     if onnx and options.encoder:
         parser.error("--encoder: training cannot start from an ONNX graph")
     precisions = () if onnx else options.precisions or ("fp32", "int8")
+    default = options.default_precision
+    if default and default not in precisions:
+        parser.error(f"--default-precision: there is no {default} graph")
+    if default:
+        precisions = (default, *precisions)  # the first one is the default
     evaluations = dict(part.split("=", 1) for part in options.eval if "=" in part)
     if len(evaluations) != len(options.eval):
         parser.error("--eval takes HEAD=FILE, each head once")

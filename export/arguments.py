@@ -34,7 +34,13 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         choices=["fp32", "int8", "fp16"],
         dest="precisions",
-        help="graphs to write; the first of fp32 and int8 is what `auto` serves on a CPU, and fp16 is for CUDA",
+        help="graphs to write; fp16 is for CUDA",
+    )
+    parser.add_argument(
+        "--default-precision",
+        choices=["fp32", "int8"],
+        help="what the service computes on a CPU unless its setting `precision` selects another; the first of "
+        "--precision by default",
     )
     parser.add_argument("--name", help="the model's name in requests; OUT's name by default")
     parser.add_argument("--version", default="1")

@@ -161,7 +161,7 @@ async def lifespan(
     async with tracing() as lifecycle.trace, open_engines(service.settings) as engines:
         service.engines = engines
         for engine in engines.all():
-            log.info("opened", model=engine.id, runs=engine.fingerprint)
+            log.info("opened", model=engine.id, runs=engine.fingerprint, **engine.faster)
         yield
         service.shutdown.advance(Stage.DRAINING)
         if service.closing is not None:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from service.core.bundle import EMBEDDING_FIELDS, BundleTexts, Head, Manifest, Task
+from service.core.cpu import CPU
 from service.core.encode import Cut, Encoded, Encoder, TextError, is_panic
 from service.engines.device import Device, RunsOn
 from service.engines.model_state import ServedModel
@@ -414,6 +415,14 @@ class Engine:
         """Bundle hash, precision, provider and runtime, for a response header."""
         on = self.runs_on
         return f"{self.sha256[:12]};precision={on.precision};provider={on.provider};runtime={on.runtime}"
+
+    @property
+    def faster(self) -> dict[str, str]:
+        """The setting with which the bundle computes faster on this device, for the log; empty if there is none."""
+        is_slow = self.runs_on.provider == CPU.provider and self.runs_on.precision != "int8"
+        return (
+            {"faster": "precision=int8"} if is_slow and "int8" in self.manifest.precisions else {}
+        )
 
     def describe(self) -> dict[str, object]:
         """Return the model's description in the response of `GET /models`."""

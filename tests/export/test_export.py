@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from onnx import numpy_helper
 from safetensors.torch import load_file
 
 from export import pipeline, trace_graphs, verify
-from export.__main__ import main
+from export.__main__ import main, read_request
 from export.goldens import run_torch
 from export.passes import quantize
 from export.passes.portable import make_portable
@@ -389,6 +391,35 @@ def test_failed_replacement_keeps_the_old(
     break_graph(monkeypatch)
     assert 1 == export(tiny_checkpoint, out, "--replace")
     assert ({"manifest.json"}, {"tiny"}) == (files(out), files(out.parent))
+
+
+def test_the_default_precision_may_be_any_of_the_graphs() -> None:
+    """It comes first; a precision without a graph is refused."""
+    request = read_request(["in", "out", "--default-precision", "int8"])
+    assert (("int8", "fp32"), "int8") == (request.precisions, request.default_precision)
+    with pytest.raises(SystemExit):
+        read_request(["in", "out", "--precision", "fp32", "--default-precision", "int8"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "said"),
+    [
+        (["--help"], 0, "--pooling"),
+        (["in", "out"], 1, "the package onnx is missing: install the extra train"),
+    ],
+)
+def test_without_the_packages_of_training(flags: list[str], status: int, said: str) -> None:
+    """An installation that only serves has the help, and learns which extra is missing."""
+    code = (
+        "import sys; sys.modules.update(onnx=None, torch=None, transformers=None);"
+        "from export.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code, *flags], capture_output=True, text=True, check=False
+    )
+    assert status == ended.returncode
+    assert said in ended.stdout + ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 # -- refusals -------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -54,6 +54,7 @@ class FakeEngine:
         tokenizer=SimpleNamespace(id_to_token=lambda number: f"token {number}")
     )
     fingerprint = "0123456789ab;precision=int8;provider=CPUExecutionProvider;runtime=onnxruntime 1"
+    faster: ClassVar[dict[str, str]] = {}
 
     def __init__(self) -> None:
         self.asked: EngineTask[Any] | None = None

@@ -186,6 +186,15 @@ class TestLoad:
         for path in (tmp_path / "none", tmp_path / "file"):
             assert refusal(path) == "the bundle directory does not exist"
         assert refusal(tmp_path) == "not a bundle: it has no manifest.json"
+        (tmp_path / "config.json").touch()
+        assert refusal(tmp_path).endswith(
+            f"a checkpoint must be exported first: quartet-export {tmp_path} {tmp_path.name}-bundle"
+        )
+        (tmp_path / "config.json").unlink()
+        hub = refusal(Path("BAAI/bge-small-en-v1.5"))
+        assert hub.endswith(
+            "exported first: quartet-export BAAI/bge-small-en-v1.5 bge-small-en-v1.5-bundle"
+        )
         (tmp_path / "manifest.json").mkdir()
         assert refusal(tmp_path) == "manifest.json cannot be read: Is a directory"
 

@@ -120,6 +120,14 @@ async def test_classify(tiny: Engine, runner: Runner) -> None:
         assert close(1, sum(label.score for label in found))
 
 
+async def test_a_faster_graph(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a bundle has an int8 graph and a CPU computes another one, the log names the setting."""
+    for precision, expected in (("fp32", {"faster": "precision=int8"}), ("int8", {})):
+        runs_on = replace(tiny.runs_on, precision=precision)
+        monkeypatch.setattr(tiny, "model", replace(tiny.model, runs_on=runs_on))
+        assert expected == tiny.faster
+
+
 @pytest.mark.parametrize("repetitions", [60, 2 * INLINE_CHARACTERS])
 async def test_a_tokenizer_that_panics(
     tiny: Engine, repetitions: int, monkeypatch: pytest.MonkeyPatch
