@@ -19,14 +19,14 @@ class JsonResponse(Response):
     media_type = "application/json"
 
     def __init__(self, content: Any, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(headers=headers)
         self._content = content
+        self._given = headers
 
     def finish(self, in_pieces: bool = False) -> None:
-        """Make the body."""
+        """Make the body and the headers."""
         content = self._content() if callable(self._content) else self._content
-        self.body = b"".join(pieces(content)) if in_pieces else dump(content)
-        self.headers["Content-Length"] = str(len(self.body))
+        body = b"".join(pieces(content)) if in_pieces else dump(content)
+        super().__init__(body, headers=self._given)
 
 
 def dump(content: object) -> bytes:
