@@ -17,13 +17,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.parser().parse_args(argv)  # help and bad arguments need no package of the extra
     try:
         from export import pipeline
+        from export.comparison import compare_graphs
     except ModuleNotFoundError as error:
         extra = "install the extra train: pip install 'quartet-serving[train]'"
         print(f"export: the package {error.name} is missing: {extra}", file=sys.stderr)
         return 1
     try:
         request = read_request(argv)
-        print(summary(request.out, pipeline.export(request, print)))
+        lines: list[str] = []
+
+        def show(line: str) -> None:
+            print(line)
+            lines.append(line)
+
+        manifest = pipeline.export(request, show)
+        agreement = dict(line.split(": ", 1) for line in reversed(lines) if ": " in line)
+        print(compare_graphs(request.out, agreement))
+        print(summary(request.out, manifest))
     except pipeline.EXPECTED_ERRORS as error:
         print(f"export: {pipeline.one_line(error)}", file=sys.stderr)
         return 1

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from export import pipeline, trace_graphs, verify
 from export.__main__ import main, read_request
+from export.comparison import compare_graphs
 from export.goldens import run_torch
 from export.passes import quantize
 from export.passes.portable import make_portable
@@ -391,6 +392,16 @@ def test_failed_replacement_keeps_the_old(
     break_graph(monkeypatch)
     assert 1 == export(tiny_checkpoint, out, "--replace")
     assert ({"manifest.json"}, {"tiny"}) == (files(out), files(out.parent))
+
+
+def test_graphs_are_compared_at_the_end(tiny_bundle: Path) -> None:
+    """The table has each precision with its speed relative to fp32, and the options that select one."""
+    table = compare_graphs(tiny_bundle, {"fp32 packed": "equal", "int8 packed": "near"})
+    _, fp32, int8, choice = table.splitlines()
+    assert ["fp32", "1.0", "MB", "equal"] == [*fp32.split()[:2], *fp32.split()[3:]]
+    assert ("int8", "near") == (int8.split()[0], int8.split()[-1])
+    assert 0 < float(int8.split()[1])
+    assert "--precision fp32 or --precision int8" in choice
 
 
 def test_the_default_precision_may_be_any_of_the_graphs() -> None:
