@@ -41,14 +41,6 @@ async def load_model(request: Request) -> Response:
     return await answer(request, LoadModel(**body.model_dump(), by=tenant_of(request)))
 
 
-@router.delete("/admin/models/{model:path}", **openapi.admin(UnloadedResponse, of="model"))
-async def unload_model(request: Request) -> Response:
-    """Serve a bundle no longer; the answer comes when its memory is free."""
-    return await answer(
-        request, UnloadModel(model=request.path_params["model"], by=tenant_of(request))
-    )
-
-
 @router.post(
     "/admin/models/{model:path}/promote",
     **openapi.admin(IntroducedResponse, PromoteRequest, of="model"),
@@ -67,6 +59,14 @@ async def roll_back_model(request: Request) -> Response:
     """Let the bundle answer for a name that did before."""
     return await answer(
         request, RollBackModel(model=request.path_params["name"], by=tenant_of(request))
+    )
+
+
+@router.delete("/admin/models/{model:path}", **openapi.admin(UnloadedResponse, of="model"))
+async def unload_model(request: Request) -> Response:
+    """Serve a bundle no longer; the answer comes when its memory is free."""
+    return await answer(
+        request, UnloadModel(model=request.path_params["model"], by=tenant_of(request))
     )
 
 

@@ -224,8 +224,13 @@ def allowed_methods(request: Request, error: HTTPException) -> str:
     """
     declared = (error.headers or {}).get("Allow", "GET")
     methods = {method.strip() for method in declared.split(",")}
-    for route in request.app.routes:
-        if isinstance(route, PlainRoute) and route.path_regex.match(request.scope["path"]):
+    path = request.scope["path"]
+    routes = [one for one in request.app.routes if isinstance(one, PlainRoute)]
+    found = [route for route in routes if route.path_regex.match(path)]
+    for route in found:
+        if (
+            route.path == found[0].path
+        ):  # a name of a model with "/" may look like the rest of a path
             methods |= route.methods or set()
     return ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))
 

@@ -9,8 +9,10 @@ from service.api.schemas import (
     Request,
     RerankRequest,
     SimilarityRequest,
+    ZeroShotRequest,
     parse,
     refuse_long,
+    validate,
 )
 from service.errors import InvalidInput, TooLarge
 
@@ -238,3 +240,11 @@ def test_a_number_without_fraction_is_an_integer(schema: type[Request], field: s
     """JSON Schema calls 4.0 an integer, and some writers of JSON know no other number."""
     value = getattr(parse(schema, {"inputs": "a", field: 4.0}, 8), field)
     assert (4, int) == (value, type(value))
+
+
+def test_a_template_without_a_place_for_the_label() -> None:
+    """The message has the place as a template has it."""
+    body = {"inputs": "a", "labels": ["b"], "hypothesis_template": "It is {{}."}
+    assert validate(ZeroShotRequest, body).hypothesis_template == "It is {{}."
+    with pytest.raises(InvalidInput, match=r"hypothesis_template: must contain \{\}, the place"):
+        validate(ZeroShotRequest, {**body, "hypothesis_template": "It is."})
