@@ -20,10 +20,12 @@ from quartet.cache import SourceError, resolve
 from service.core.bundle import BundleError, Head
 from service.core.bundle import load as load_bundle
 from service.core.cpu import CPU
+from service.predict import ROUTES
 from service.processes.child_process import child_python
 from service.settings_sources import ConfigError, find_bundles
 
 READY_S = 120.0
+MASK = "[MASK]"  # of BERT's vocabulary
 BAR = 30  # characters of the longest bar
 # About 45 tokens, as in a news item.
 TEXT = "The council of the town will decide on Monday whether the old bridge north of the station is repaired. "
@@ -180,19 +182,11 @@ def quantile(values: Sequence[float], q: float) -> float:
 
 def request(head: Head, text: str) -> tuple[str, dict[str, Any]]:
     """Return the path of a head's task, and a body with one text."""
-    match head.task:
-        case "qa":
-            return "/qa", {"question": "What will be decided?", "context": text}
-        case "fill-mask":
-            return "/fill-mask", {"inputs": f"{text} [MASK]"}
-        case _:
-            paths = {
-                "classification": "classify",
-                "embedding": "embed",
-                "late-interaction": "embed-tokens",
-            }
-            paths["sparse-embedding"] = "embed-sparse"
-            return f"/{paths.get(head.task, head.task)}", {"inputs": text}
+    path, fields = ROUTES[head.task]
+    values = {"question": "What will be decided?", "context": text, "text": text}
+    if head.per_mask:
+        values["text"] += f" {MASK}"
+    return path, {field: values[column] for column, field in fields.items() if column in values}
 
 
 def resident_bytes(process: int) -> int:

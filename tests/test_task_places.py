@@ -27,6 +27,7 @@ SEVERAL_TASKS = {
     "predict",
     "tasks.analysis",
     "api.native_routes",
+    "core.data_files.columns",
 }
 DIALECTS = "api.dialects."
 # What reads, exports and describes heads that are not trained here.

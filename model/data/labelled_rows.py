@@ -199,7 +199,9 @@ def _get(where: str, row: dict[str, Any], *names: str, kind: Any = str) -> Any:
         if (value := row.get(name)) is not None:
             is_finite = not isinstance(value, float) or math.isfinite(value)
             if not isinstance(value, kind) or isinstance(value, bool) or not is_finite:
-                raise DataError(f"{where}: {shown.get(name, name)} may not be {value!r}")
+                also = ": spans are a list; tagged words need tokens and tags"
+                hint = also if name == "entities" else ""
+                raise DataError(f"{where}: {shown.get(name, name)} may not be {value!r}{hint}")
             return value
     raise MissingFieldError(where, " or ".join(shown.get(name, name) for name in names))
 

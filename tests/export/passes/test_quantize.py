@@ -83,16 +83,6 @@ class TestProduct:
         expected = int8_product(x, self.weight, self.bias)
         np.testing.assert_allclose(self.run(x), expected, rtol=1e-5, atol=1e-5 * scale)
 
-    def test_two_heads_share_a_table(self) -> None:
-        """As fill-mask and sparse heads of one checkpoint do: each has its own logits."""
-        proto = vocabulary(self.table, self.bias)
-        second = helper.make_node("Gemm", ["x", TABLE, "bias"], ["z"], name="second", transB=1)
-        proto.graph.node.append(second)
-        proto.graph.output.append(proto.graph.output[0])
-        proto.graph.output[1].name = "z"
-        found = run_graph(quantize(proto), {"input_ids": np.arange(50)})
-        np.testing.assert_array_equal(found["y"], found["z"])
-
     def test_near_fp32(self) -> None:
         """And that is near the exact product: a few hundredths of an activation's size."""
         x = normal(40, 16)
@@ -262,6 +252,16 @@ def vocabulary(table: Floats, bias: Floats) -> onnx.ModelProto:
 
 class TestVocabulary:
     table, bias = normal(50, 24, seed=3) + np.float32(0.5), normal(50, seed=4)
+
+    def test_two_heads_share_a_table(self) -> None:
+        """As fill-mask and sparse heads of one checkpoint do: each has its own logits."""
+        proto = vocabulary(self.table, self.bias)
+        second = helper.make_node("Gemm", ["x", TABLE, "bias"], ["z"], name="second", transB=1)
+        proto.graph.node.append(second)
+        proto.graph.output.append(proto.graph.output[0])
+        proto.graph.output[1].name = "z"
+        found = run_graph(quantize(proto), {"input_ids": np.arange(50)})
+        np.testing.assert_array_equal(found["y"], found["z"])
 
     def test_stored_once(self) -> None:
         """The table that is looked up is the matrix of the product, and no other of its size is in the graph."""

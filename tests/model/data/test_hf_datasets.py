@@ -277,7 +277,7 @@ def test_the_full_name_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
         ("hub:{}:plane/train", "classification", "'plane' not found. Available: .*plain"),
         ("hub:{}:plain/dev", "classification", "Unknown split \"dev\".*'train'"),
         ("hub:{}:graded/validation", "classification", "the columns are body, stars. Say .*text="),
-        ("hub:{}:plain/train", "ner", "ner needs tokens and tags; the columns are text, label"),
+        ("hub:{}:plain/train", "ner", "entities may not be 0: .* need tokens and tags"),
         ("hub:{}:plain/train?txt=text", "classification", "'txt' in the place of FIELD=COLUMN"),
         ("hub:{}:plain/train?text", "classification", "'text' in the place of FIELD=COLUMN"),
         ("hub:{}:plain/train?text=body", "classification", "no column 'body' among text, label"),
