@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from quartet.cache import BUNDLES, SourceError, run_export, versions_of
+from service.core.data_files import sources
 from service.processes.child_process import child_python
 
 ENCODER = Path("encoders/quartet-base")  # of a checkout
@@ -20,8 +21,9 @@ def parser() -> argparse.ArgumentParser:
     base = ENCODER if ENCODER.is_dir() else HUB_ENCODER
     parser = argparse.ArgumentParser(
         "quartet train",
-        description="Train a head on a file of labelled rows, and write bundles/NAME. "
-        "Further options are those of python -m model.finetune, such as --epochs 4.",
+        description="Train a head on a file of labelled rows, and write bundles/NAME, or its next version. "
+        "Options after FILE may also be those of python -m model.finetune, such as --epochs 4.",
+        allow_abbrev=False,
     )
     parser.add_argument(
         "file",
@@ -51,7 +53,7 @@ def main() -> int:
         parser().error(
             "--name: needs a letter or digit first, and may have letters, digits, dots, dashes and _ only"
         )
-    if not file.is_file():
+    if not sources.is_hub(arguments.file) and not file.is_file():
         parser().error(f"{file}: no such file")
     try:
         task = arguments.task or find_task(arguments.file)
@@ -76,7 +78,9 @@ def main() -> int:
     except (SourceError, ValueError) as error:
         print(f"quartet: {error}", file=sys.stderr)
         return 2
-    print(f"See {output}/report.html. Serve the model: quartet serve {name}")
+    print(
+        f"See {output}/report.html. Serve the model: quartet serve {name}, or make serve BUNDLE={folder}"
+    )
     return 0
 
 
