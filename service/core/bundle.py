@@ -550,7 +550,7 @@ def _read_manifest(folder: Path) -> bytes:
     if not folder.is_dir():
         reason = "the bundle directory does not exist"
         if not folder.is_absolute() and len(folder.parts) <= 2 and ".." not in folder.parts:
-            reason += f"; a model of the hub must be exported first: quartet-export {folder} {folder.name}-bundle"
+            reason += f"; quartet serve {folder} exports a model of the hub and serves it"
         raise BundleError(folder, reason)
     path = folder / MANIFEST
     if path.is_symlink() or path.is_fifo() or path.is_socket() or path.is_char_device():
@@ -560,7 +560,7 @@ def _read_manifest(folder: Path) -> bytes:
     except FileNotFoundError:
         reason = f"not a bundle: it has no {MANIFEST}"
         if (folder / "config.json").is_file():
-            reason += f"; a checkpoint must be exported first: quartet-export {folder} {folder.name}-bundle"
+            reason += f"; quartet serve {folder} exports a checkpoint and serves it"
         raise BundleError(folder, reason) from None
     except OSError as error:
         raise BundleError(folder, f"{MANIFEST} cannot be read: {error.strerror}") from None

@@ -188,13 +188,11 @@ class TestLoad:
         assert refusal(tmp_path) == "not a bundle: it has no manifest.json"
         (tmp_path / "config.json").touch()
         assert refusal(tmp_path).endswith(
-            f"a checkpoint must be exported first: quartet-export {tmp_path} {tmp_path.name}-bundle"
+            f"quartet serve {tmp_path} exports a checkpoint and serves it"
         )
         (tmp_path / "config.json").unlink()
         hub = refusal(Path("BAAI/bge-small-en-v1.5"))
-        assert hub.endswith(
-            "exported first: quartet-export BAAI/bge-small-en-v1.5 bge-small-en-v1.5-bundle"
-        )
+        assert "; quartet serve BAAI/bge-small-en-v1.5 exports a model of the hub" in hub
         (tmp_path / "manifest.json").mkdir()
         assert refusal(tmp_path) == "manifest.json cannot be read: Is a directory"
 
