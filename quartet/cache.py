@@ -21,9 +21,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from service import __version__
+from service.core.bundle_versions import MANIFEST, versions_of
 from service.processes.child_process import child_python
 
-MANIFEST = "manifest.json"
 SOURCE = "source.json"
 BUNDLES = Path("bundles")  # where `quartet train` writes
 MOST_BYTES = (
@@ -93,7 +93,7 @@ def resolve(name: str) -> Path:
     path = Path(name)
     if (path / MANIFEST).is_file():
         return path
-    if trained := versions_of(name):
+    if trained := versions_of(BUNDLES / name):
         return trained[max(trained)]
     try:
         if path.suffix == ".tar" and path.is_file():
@@ -103,16 +103,6 @@ def resolve(name: str) -> Path:
         raise SourceError(
             f"{name}: {error.strerror or error}: {error.filename or root()}"
         ) from None
-
-
-def versions_of(name: str) -> dict[int, Path]:
-    """Return the bundles that `quartet train` wrote for a name: NAME has version 1, NAME-v2 has version 2."""
-    found = {}
-    for manifest in BUNDLES.glob(f"*/{MANIFEST}"):
-        folder = manifest.parent
-        if match := re.fullmatch(rf"{re.escape(name)}(?:-v(\d+))?", folder.name):
-            found[int(match[1] or 1)] = folder
-    return found
 
 
 def find(name: str) -> Entry:

