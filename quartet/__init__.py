@@ -1,4 +1,4 @@
-"""The command `quartet`: from a model's name or a file of labelled texts to an endpoint.
+"""The command `quartet`: from a model's name or a file of labeled texts to an endpoint.
 
 No package imports this one. `quartet.command` has the table of commands.
 """

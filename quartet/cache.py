@@ -26,10 +26,10 @@ from service.processes.child_process import child_python
 
 SOURCE = "source.json"
 BUNDLES = Path("bundles")  # where `quartet train` writes
-MOST_BYTES = (
-    20 * 10**9
-)  # of the cache; the entries that were not used for the longest time are removed above it
+# Of the cache: above it, the entries that were not used for the longest time are removed.
+MOST_BYTES = 20 * 10**9
 HUB_NAME = re.compile(r"(?:[\w.-]+/)?[\w.-]+")
+KEY = re.compile(r"[0-9a-f]{16}")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 TRAINING_STATES = "checkpoint-*"  # folders that trainers write next to the weights
 
@@ -40,11 +40,16 @@ class SourceError(Exception):
 
 @dataclass(frozen=True)
 class Source:
-    """The origin of a bundle. name: as the user wrote it, without a revision; commit: "" without a hub"""
+    """The origin of a bundle.
+
+    name: a path, or a name on the hub without its revision
+    commit, revision: on the hub, as it was found and as it was requested; "" for a path and for the default revision
+    """
 
     name: str
     key: str
     commit: str = ""
+    revision: str = ""
 
 
 @dataclass(frozen=True)
@@ -176,7 +181,7 @@ def hub_source(model: str, revision: str) -> Source:
         )
     if reason:
         print(f"quartet: {model}: commit {commit} of the cache, because {reason}", file=sys.stderr)
-    return Source(model, make_key(f"{model} {commit}"), commit)
+    return Source(model, make_key(f"{model} {commit}"), commit, revision)
 
 
 def hub_commit(model: str, revision: str) -> str:
@@ -187,9 +192,9 @@ def hub_commit(model: str, revision: str) -> str:
 
 
 def last_commit(model: str, revision: str) -> str:
-    """Return the last used commit of a hub model in this cache, or that of the hub client's cache; "" without one."""
+    """Return the last used commit of a revision in this cache, or that of the hub client's cache; "" without one."""
     for entry in entries():
-        if entry.source.name == model:
+        if (entry.source.name, entry.source.revision) == (model, revision):
             return entry.source.commit
     try:
         from huggingface_hub import try_to_load_from_cache
@@ -220,7 +225,6 @@ def writing(source: Source) -> Iterator[Path | None]:
             folder.rename(root() / source.key)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-            Path(lock.name).unlink(missing_ok=True)
 
 
 def export(source: Source, origin: str, name: str) -> Entry:
@@ -284,6 +288,8 @@ def unpack(file: Path) -> Entry:
             if reader is None:
                 raise KeyError(SOURCE)
             source = Source(**json.load(reader))
+            if not KEY.fullmatch(source.key):
+                raise ValueError(f"key {source.key!r}")
             with writing(source) as folder:
                 if folder is not None:
                     archive.extractall(folder, filter="data")
@@ -312,7 +318,5 @@ def remove(unwanted: Iterable[Entry], keep: str = "") -> None:
     for entry in unwanted:
         if entry.source.key != keep:
             hidden = entry.folder.with_name(f".{entry.folder.name}.removed")
-            entry.folder.rename(
-                hidden
-            )  # first, so that a process that opens it finds all or nothing
+            entry.folder.rename(hidden)  # a process that opens it finds all or nothing
             shutil.rmtree(hidden)

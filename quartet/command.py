@@ -55,7 +55,7 @@ COMMANDS = {
     ),
     "train": Command(
         "quartet.train",
-        "train a head on a file of labelled texts, and write a bundle to serve",
+        "train a head on a file of labeled texts, and write a bundle to serve",
         "quartet train reviews.csv",
         "train",
     ),
@@ -68,7 +68,7 @@ COMMANDS = {
     ),
     "evaluate": Command(
         "model.evaluate",
-        "measure the heads of a checkpoint on labelled files",
+        "measure the heads of a checkpoint on labeled files",
         "quartet evaluate runs/reviews/checkpoint --eval reviews=test.csv",
         "train",
         "model.evaluate_arguments",

@@ -1,4 +1,4 @@
-"""`quartet train FILE`: find the task of a file of labelled rows, train a head, and write a bundle to serve."""
+"""`quartet train FILE`: find the task of a file of labeled rows, train a head, and write a bundle to serve."""
 
 import argparse
 import re
@@ -21,7 +21,7 @@ def parser() -> argparse.ArgumentParser:
     base = ENCODER if ENCODER.is_dir() else HUB_ENCODER
     parser = argparse.ArgumentParser(
         "quartet train",
-        description="Train a head on a file of labelled rows, and write bundles/NAME, or its next version. "
+        description="Train a head on a file of labeled rows, and write bundles/NAME, or its next version. "
         "Options after FILE may also be those of python -m model.finetune, such as --epochs 4.",
         allow_abbrev=False,
     )
