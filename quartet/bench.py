@@ -101,9 +101,10 @@ def main() -> int:
     default = manifest.precisions[0]
     if fastest != default and default in best:
         gain = best[fastest] / best[default]
-        print(
-            f"\n{fastest} is {gain:.2f} times as fast as {default}, the default: quartet serve --precision {fastest}"
+        command = " ".join(
+            ["quartet serve", *filter(None, [arguments.name]), "--precision", fastest]
         )
+        print(f"\n{fastest} is {gain:.2f} times as fast as {default}, the default: {command}")
     return 0
 
 
