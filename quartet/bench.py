@@ -152,7 +152,7 @@ def wait_until_ready(port: int, process: subprocess.Popen[bytes], log: Any) -> N
 
 
 def send(port: int, head: Head, texts: Sequence[str], connections: int, seconds: float) -> Load:
-    """Send requests of one text over so many connections at once, each after the answer to the one before."""
+    """Send requests of one text on each connection, one after the other, for this many seconds."""
     end = time.perf_counter() + seconds
 
     def call(first: int) -> list[float]:

@@ -123,7 +123,7 @@ def check_dependencies() -> Iterator[Finding]:
     try:
         lines = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
-        yield "a checkout: versions are those of constraints.txt", ""
+        yield "a checkout: constraints.txt has the versions", ""
         return
     outside = []
     for requirement in map(Requirement, lines):

@@ -22,7 +22,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "quartet train",
         description="Train a head on a file of labeled rows, and write bundles/NAME, or its next version. "
-        "Options after FILE may also be those of python -m model.finetune, such as --epochs 4.",
+        "python -m model.finetune has further options, such as --epochs 4, which may follow FILE.",
         allow_abbrev=False,
     )
     parser.add_argument(
