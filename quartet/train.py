@@ -44,12 +44,14 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     """Train and export. Returns the exit status."""
+    from service.core.bundle import NAME  # here, because `--help` does not need this import
+
     arguments, further = parser().parse_known_args()
     file = Path(arguments.file.partition("?")[0])
     name = arguments.name or re.sub(r"[^A-Za-z0-9._-]+", "-", file.name.partition(".")[0]).strip(
         "._-"
     )
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+    if not re.fullmatch(NAME, name):
         parser().error(
             "--name: needs a letter or digit first, and may have letters, digits, dots, dashes and _ only"
         )

@@ -31,12 +31,12 @@ from pydantic import (
     model_validator,
 )
 
+from service.core.bundle_versions import MANIFEST as MANIFEST
 from service.core.cuda import CUDA
 from service.core.device_kind import DeviceKind
 from service.core.device_table import check_name
 from service.core.graph_files import external_files
 
-MANIFEST = "manifest.json"
 FORMAT_VERSION = 5  # of manifests; the formats before it were not released
 
 Task = Literal[
