@@ -37,7 +37,7 @@ def draw(
     layer_numbers: Sequence[int] = (),
     head_numbers: Sequence[int] = (),
 ) -> Figure:
-    """Draw one cell per layer (row) and head (column); layer_numbers, head_numbers: those of `maps`, from 1."""
+    """Draw one cell per layer (row) and head (column); layer_numbers, head_numbers: of `maps`, from 1."""
     layers, heads, size, _ = maps.shape
     layer_numbers = layer_numbers or range(1, layers + 1)
     head_numbers = head_numbers or range(1, heads + 1)

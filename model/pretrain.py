@@ -72,7 +72,9 @@ class PretrainSettings(TextSettings):
         "'[[0.9, 128], [0.1, 384]]'",
     )
     batch_tokens: int = setting(8192, "tokens of a step", "8192", ge=1)
-    micro_batch_tokens: int = setting(0, "tokens of a micro-batch; 0 for those of the step", "2048")
+    micro_batch_tokens: int = setting(
+        0, "tokens of a micro-batch; 0 for all tokens of a step", "2048"
+    )
     mask_rate: float | None = setting(
         None, "share of the tokens that are masked; by default the family's", "0.3", gt=0, lt=1
     )

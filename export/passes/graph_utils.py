@@ -77,7 +77,7 @@ def with_inputs(node: NodeProto, names: Iterable[str]) -> NodeProto:
 
 
 def replace_nodes(graph: onnx.GraphProto, nodes: Sequence[NodeProto]) -> None:
-    """Replace a graph's nodes by those of these that an output depends on, and remove the weights that none reads."""
+    """Replace a graph's nodes by the given ones that an output depends on, and remove weights that no node reads."""
     wanted = {value.name for value in graph.output}
     kept: list[NodeProto] = []
     for node in reversed(nodes):

@@ -54,7 +54,7 @@ STATUSES: Mapping[int, grpc.StatusCode] = {
 }
 # The first byte of a compressed message; no field of ours begins with it. The library does not return `grpc-encoding`.
 ENCODINGS = {b"\x1f": "gzip", b"\x78": "deflate"}
-# Metadata that describe the message; those of a client are ignored.
+# Metadata that describe the message; what a client sends in them is ignored.
 ENCODING, LENGTH = "content-encoding", "content-length"
 
 
@@ -103,9 +103,8 @@ class GrpcServer:
         self._address = (settings.host, settings.grpc_port or 0)
         self._running = 0  # calls
         self._calls = Budget(2 * most)
-        self._open_calls = Budget(
-            2 * STREAMS
-        )  # apart, so that strangers do not use those of tenants
+        # Apart, so that calls of strangers do not use the budget of tenants.
+        self._open_calls = Budget(2 * STREAMS)
         self._stopping = asyncio.Event()
         self._server = grpc.aio.server(
             options=[
@@ -271,7 +270,7 @@ class GrpcServer:
 
 
 async def parse(rpc: Rpc, request: HttpRequest) -> Any:
-    """Return the message of a request within the limits of a body. Raises BadRequest and those of `receive_body`."""
+    """Return the message of a request. Raises BadRequest and the errors of `receive_body`, which limits it."""
     if rpc.asked is None:
         return None
     own = context_of(request.scope)

@@ -25,7 +25,7 @@ NOT_LAST = bytes(range(128, 256))  # of a varint's bytes
 
 
 def check_fields(message: bytes, kind: Any, most: int) -> None:
-    """Check that a message has at most `most` fields, including those of its submessages.
+    """Check that a message has at most `most` fields, including the fields of its submessages.
 
     Elements of packed fields, which cost little, count as `VALUES` to a field. kind: the message's descriptor. Raises
     TooLarge, and BadRequest for a message that is not valid.
