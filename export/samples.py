@@ -20,10 +20,10 @@ from export import verify
 from export.model_card import CARD
 from model.data import examples
 from model.data.labelled_rows import QuestionRow, Sentence, Similar, Text
-from model.evaluate import Evaluation, exact_match, judge, run_sorted
-from service.core import decode
+from model.evaluate import Evaluation, exact_match, head_outputs, judge, unit_vectors
 from service.core.bundle import Bundle, BundleError, Head, load
 from service.core.cpu import CPU
+from service.core.decode import Floats
 from service.core.encode import Encoder, load_tokenizer
 
 # A pair's rank by cosine and its rank by score, as shares of the file, agree within this value.
@@ -61,6 +61,7 @@ def judge_rows(
 ) -> tuple[dict[str, float], list[Result]]:
     """Score a head on a file, and compare the result of each row.
 
+    The metrics include `right`, the share of right results among the right and the wrong ones.
     Raises DataError for a file that does not fit the head.
     """
     rows = examples.read(file, head)
@@ -74,7 +75,9 @@ def judge_rows(
             results = _compare_questions(rows, evaluation)
         case "embedding":
             results = _compare_pairs(rows, run, encoder, name, head)
-    return evaluation.metrics, results
+    rights = [each.right for each in results if each.right is not None]
+    share = {"right": float(np.mean(rights))} if rights else {}
+    return evaluation.metrics | share, results
 
 
 def _compare_texts(found: Sequence[Text], evaluation: Evaluation, head: Head) -> list[Result]:
@@ -138,23 +141,14 @@ def _near(row: QuestionRow, reach: int = 60) -> str:
 def _compare_pairs(
     found: Sequence[Similar], run: verify.RunGraph, encoder: Encoder, name: str, head: Head
 ) -> list[Result]:
-    """Compare each pair's rank by cosine with its rank by score; pairs without scores have none."""
+    """Compare each pair's rank by cosine with its rank by score.
+
+    Rows without scores are right if the second text is nearer to the first one than every negative is.
+    """
+    texts = head_outputs(run, encoder, head, name, found, 0)
+    vectors = np.stack(unit_vectors(texts, head))  # [n, D]
     if found[0].score is None:
-        return []
-    encoded = [text for row in examples.encode(found, head, encoder, 0) for text in row]
-    windows = [window for text in encoded for window in text.windows]
-    outputs = iter(output[name] for output in run_sorted(run, windows))
-    vectors = np.stack(
-        [
-            decode.embed(
-                [next(outputs) for _ in text.windows],
-                [len(window) for window in text.windows],
-                normalize=True,
-                dimensions=None,
-            )
-            for text in encoded
-        ]
-    )  # [2n, D]
+        return _compare_negatives(found, vectors)
     cosines = (vectors[0::2] * vectors[1::2]).sum(axis=1)
     scores = np.asarray([row.score for row in found])
     ranks = [stats.rankdata(values) / len(found) for values in (cosines, scores)]
@@ -166,6 +160,17 @@ def _compare_pairs(
         Result(" / ".join(row.texts), f"score {score:.2f}", f"cosine {cosine:.2f}", right)
         for row, score, cosine, right in zip(found, scores, cosines, rights, strict=True)
     ]
+
+
+def _compare_negatives(found: Sequence[Similar], vectors: Floats) -> list[Result]:
+    results = []
+    starts = np.cumsum([0, *(len(row.every) for row in found)])
+    for row, start, end in zip(found, starts[:-1], starts[1:], strict=True):
+        cosines = vectors[start + 1 : end] @ vectors[start]
+        nearest = row.every[1 + int(cosines.argmax())]
+        right = nearest in row.texts[1:]
+        results.append(Result(row.texts[0], row.texts[1], nearest, right))
+    return results
 
 
 def draw(

@@ -5,11 +5,13 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from export import samples
 from export.samples import Result
 from model.data import labelled_rows
+from model.data.labelled_rows import Similar
 
 EVALUATION = Path(labelled_rows.__file__).parents[1] / "evaluation"
 FILES = {
@@ -113,6 +115,14 @@ def test_every_task_of_a_bundle_is_scored(
     assert "Wrong:" in text
 
 
+def test_related_texts_are_right_where_no_negative_is_nearer() -> None:
+    """The nearest text is the result; a row without a score has no rank."""
+    rows = [Similar("1", ("a", "b"), None, ("c",)), Similar("2", ("a", "b"), None, ("c", "d"))]
+    vectors = np.eye(3)[[0, 0, 1, 0, 1, 2, 0]]  # a, b, c; a, b, c, d
+    results = samples._compare_negatives(rows, vectors)
+    assert [(each.answer, each.right) for each in results] == [("b", True), ("d", False)]
+
+
 @pytest.mark.parametrize("asked", ["mood=a.jsonl", "sentiment"])
 def test_an_unknown_head_is_refused(
     asked: str, tiny_bundle: Path, capsys: pytest.CaptureFixture[str]
@@ -120,6 +130,31 @@ def test_an_unknown_head_is_refused(
     with pytest.raises(SystemExit):
         samples.main([str(tiny_bundle), "--eval", asked])
     assert f"--eval {asked}: HEAD=FILE, with a head of sentiment, " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "task", "count"),
+    [
+        ("sentiment.jsonl", "classification", 100),
+        ("topic.jsonl", "classification", 20),
+        ("entities.jsonl", "ner", 70),
+        ("answers.json", "qa", 60),
+        ("embeddings.jsonl", "embedding", 50),
+    ],
+)
+def test_there_are_300_everyday_rows(file: str, task: str, count: int) -> None:
+    """In the formats of training data; no two rows are equal, and every pair has its opposite."""
+    rows = labelled_rows.read(EVALUATION / "everyday" / file, task)
+    assert len(rows) == count
+    keys = {
+        (row.question, row.context) if task == "qa" else getattr(row, "texts", "") or row.text
+        for row in rows
+    }
+    assert len(keys) == count
+    if task == "embedding":
+        assert all(row.negatives for row in rows)
+    if task == "qa":
+        assert sum(not row.answers for row in rows) == 28
 
 
 @pytest.mark.parametrize("name", FILES)
