@@ -27,6 +27,7 @@ ORDER = (
     "service.processes",
     "service.__main__",
     "service.command",
+    "service.embedded",
     "service.predict",
     "model.network",
     "model.families",

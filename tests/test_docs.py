@@ -3,6 +3,8 @@
 import doctest
 import json
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -297,6 +299,17 @@ def test_python_example_runs(monkeypatch, capsys):
     exec(compile(example, "python_api.md", "exec"), {})
 
     assert f"It prints `{capsys.readouterr().out.strip()}`." in read("reference/python_api.md")
+
+
+@pytest.mark.slow
+def test_the_programs_that_contain_the_service_run():
+    """Each program of the page prints what the page says."""
+    page = read("how-to/embed.md")
+    for example in examples(page, "python"):
+        command = [sys.executable, "-c", example]
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        first, second = run.stdout.splitlines()
+        assert f"It prints `{first}`, then `{second}`." in page
 
 
 def test_every_decision_is_listed():

@@ -59,6 +59,20 @@ def configure(level: str, form: Literal["auto", "console", "json"], stream: Text
     adopt_foreign_lines(severity, sink, shared, renderer)
 
 
+def use_logging() -> None:
+    """Send log lines to `logging`, as a library does, unless the program has configured structlog."""
+    if not structlog.is_configured():
+        structlog.configure(
+            processors=[
+                structlog.stdlib.filter_by_level,
+                add_names,
+                structlog.stdlib.render_to_log_kwargs,
+            ],
+            wrapper_class=structlog.stdlib.BoundLogger,
+            logger_factory=structlog.stdlib.LoggerFactory(),
+        )
+
+
 def open_writer(stream: TextIO) -> LogWriter | None:
     """Return a writer to the descriptor of `stream`, or None if the stream has no descriptor, such as one in memory."""
     try:

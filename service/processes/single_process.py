@@ -86,7 +86,7 @@ async def open_local_engines(metrics: Metrics, settings: Settings) -> AsyncItera
     """Yield engines on a device in this process. Raises BundleError or ProviderError for a bad bundle."""
     async with open_device(settings, metrics) as device:
         manager = ModelManager(device, settings, metrics)
-        manager.open()
+        await asyncio.to_thread(manager.open)
         engines = Engines(device, manager.execute, metrics.observe_comparison, settings)
         try:
             await manager.follow(engines)
