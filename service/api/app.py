@@ -134,7 +134,8 @@ def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder)
     add_pages(app)
     app.add_route("/openapi.json", DocumentPage(app).answer, include_in_schema=False)
     error_models = {dialect.tag: dialect.error_model for dialect in DIALECTS}
-    app.openapi = cache(partial(openapi.document, app, error_models))  # type: ignore[method-assign]
+    describe = partial(openapi.document, app, error_models, bool(settings.keys))
+    app.openapi = cache(describe)  # type: ignore[method-assign]
     return app
 
 

@@ -251,7 +251,7 @@ PATH_PARAMETERS: dict[str, str] = {
     "name": "The name that several versions have.",
 }
 
-SECURITY: list[Object] = [{"key": []}, {}]  # a key, or nothing if no key is configured
+SECURITY: list[Object] = [{"key": []}]  # `document` removes it if no key is configured
 
 COMPRESSED = (
     f"May be compressed, in one of the ways `Content-Encoding` is then to name: {ACCEPTED}."
@@ -408,10 +408,11 @@ def error_responses(*kinds: type[QuartetError]) -> dict[int | str, Object]:
     }
 
 
-def document(app: FastAPI, error_models: Mapping[str, type[BaseModel]]) -> Object:
+def document(app: FastAPI, error_models: Mapping[str, type[BaseModel]], keyed: bool) -> Object:
     """Return the whole document, including the bodies that the routes read themselves.
 
     error_models: the body of an error in other servers' APIs, by the tag of their routes
+    keyed: whether keys are configured
     """
     described = get_openapi(
         title=app.title,
@@ -438,18 +439,16 @@ def document(app: FastAPI, error_models: Mapping[str, type[BaseModel]]) -> Objec
         declare_errors(
             operation["responses"], error_models.get(operation["tags"][0], ErrorResponse)
         )
+        operation["summary"] = operation.pop("description").rstrip(".")  # instead of a name
+        if not keyed:
+            del operation["security"]
     schemas = {**described["components"]["schemas"], **definitions["$defs"]}
     described["components"]["schemas"] = {
         **for_generators(schemas),
         "Priority": {"title": "Priority", "type": "string", "enum": [*PRIORITIES]},
     }
-    described["components"]["securitySchemes"] = {
-        "key": {
-            "type": "http",
-            "scheme": "bearer",
-            "description": "Needed where keys are configured.",
-        }
-    }
+    if keyed:
+        described["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return described
 
 

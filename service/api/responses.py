@@ -17,6 +17,7 @@ from service.core.bundle import (
     Sparse,
     Task,
 )
+from service.engines.model_state import ModelState
 
 
 class Label(BaseModel):
@@ -245,10 +246,7 @@ class DescribedModel(BaseModel):
     id: str = Field(description="`name@version`")
     name: str
     version: str
-    state: str = Field(
-        description="current (answers for its name), previous (did before), pinned (answers requests that name its"
-        " version)"
-    )
+    state: ModelState = Field(description="requests for its name reach the current version")
     aliases: list[str] = Field(description="further names of requests for its name")
     heads: dict[str, ServedHead]
     max_length: int = Field(description="tokens that it reads at once")
@@ -279,10 +277,7 @@ class Model(BaseModel):
     id: str | None = Field(description="`name@version`; null while it is being loaded")
     path: str
     sha256: str | None = Field(description="of its manifest; null while it is being loaded")
-    state: str = Field(
-        description="current (answers for its name), previous (answered before), pinned (answers `name@version` only),"
-        " loading, draining"
-    )
+    state: ModelState
     since: str = Field(description="when it got its state")
     embedding_space: str | None
     requests: int = Field(description="requests that wait or are computed")

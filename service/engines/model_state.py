@@ -8,6 +8,7 @@ from service.core.bundle import BundleTexts
 from service.engines.device import RunsOn
 
 ServingState = Literal["current", "previous", "pinned"]
+ModelState = Literal[ServingState, "loading", "draining"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,6 +118,21 @@ def test_page_loads_alone_and_in_silence(browser: Browser, server_url: str) -> N
     assert (origins, complaints) == ({urlsplit(server_url)[:2]}, [])
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_documentation_page_follows_dark_mode(
+    browser: Browser, server_url: str, scheme: Any
+) -> None:
+    """Swagger UI has the colors that the browser prefers, and no padlock without keys."""
+    page = browser.new_page(color_scheme=scheme)
+    page.goto(f"{server_url}/docs")
+    expect(page.locator(".opblock-summary-description").first).to_contain_text("Labels and")
+    assert (scheme == "dark") == page.evaluate(
+        "() => getComputedStyle(document.documentElement).backgroundColor !== 'rgba(0, 0, 0, 0)'"
+    )
+    assert 0 == page.locator(".authorization__btn, .authorize").count()
+    page.close()
+
+
 @pytest.mark.parametrize("prefix", ["", "/models/one"])
 def test_documentation_page_sends_a_request(browser: Browser, server_url: str, prefix: str) -> None:
     """`Try it out` calls a route and shows the response, also behind a path prefix, and calls no other server."""

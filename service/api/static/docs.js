@@ -1,5 +1,11 @@
 // Start Swagger UI. "Try it out" sends requests to the folder of this page, also behind a proxy's path prefix.
 
+const dark = matchMedia("(prefers-color-scheme: dark)");
+
+function follow() {
+  document.documentElement.classList.toggle("dark-mode", dark.matches);
+}
+
 async function start() {
   const response = await fetch("openapi.json");
   const spec = { ...(await response.json()), servers: [{ url: new URL(".", document.baseURI).pathname }] };
@@ -13,4 +19,6 @@ async function start() {
   });
 }
 
+dark.addEventListener("change", follow);
+follow();
 start();

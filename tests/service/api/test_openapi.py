@@ -12,12 +12,16 @@ import pytest
 from fastapi import FastAPI
 from jsonschema import Draft202012Validator
 
+from service.api.app import create_app
 from service.api.dialects.registry import DIALECTS, Dialect
 from service.api.openapi import ANSWERS, EXAMPLES, REQUESTS
 from service.api.schemas import QaRequest, Request, parse
 from service.errors import InvalidInput
-from service.observability.metrics import CONTENT_TYPE
+from service.keys import digest, make_key
+from service.observability.metrics import CONTENT_TYPE, Metrics
+from service.settings import Settings
 from tests.examples import collect
+from tests.service.fakes import FakeEngines
 
 TASK_STATUSES = [200, 400, 401, 403, 404, 405, 408, 413, 415, 422, 429, 431, 500, 503, 504]
 
@@ -25,6 +29,13 @@ TASK_STATUSES = [200, 400, 401, 403, 404, 405, 408, 413, 415, 422, 429, 431, 500
 @pytest.fixture
 def document(app: FastAPI) -> dict[str, Any]:
     return app.openapi()
+
+
+@pytest.fixture
+def keyed(engines: FakeEngines) -> dict[str, Any]:
+    """The document of a service with keys."""
+    keys = {"one": {"sha256": digest(make_key()).hex()}}
+    return create_app(Settings(keys=keys), engines.open, Metrics()).openapi()
 
 
 async def test_the_document_is_served(client: httpx.AsyncClient, document: dict[str, Any]) -> None:
@@ -81,14 +92,38 @@ def test_each_dialect_declares_its_errors(document: dict[str, Any], dialect: Dia
         )
 
 
-def test_a_key_is_declared_where_one_may_be_needed(document: dict[str, Any]) -> None:
-    """A bearer's key, or nothing; health checks never need one."""
-    operations = {path: next(iter(methods.values())) for path, methods in document["paths"].items()}
-    assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
+def test_a_key_is_declared_where_one_is_needed(keyed: dict[str, Any]) -> None:
+    """A bearer's key; health checks never need one."""
+    operations = {path: next(iter(methods.values())) for path, methods in keyed["paths"].items()}
+    assert keyed["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
     for path, operation in operations.items():
         is_open = path.startswith(("/health/", "/v2/health/"))
-        assert operation["security"] == ([] if is_open else [{"key": []}, {}])
+        assert operation["security"] == ([] if is_open else [{"key": []}])
         assert ({"401", "403", "429"} <= set(operation["responses"])) == (not is_open)
+
+
+def test_no_key_is_declared_without_keys(document: dict[str, Any]) -> None:
+    """Swagger UI shows a padlock at each operation that declares one."""
+    operations = [one for path in document["paths"].values() for one in path.values()]
+    assert not [one for one in operations if "security" in one]
+    assert "securitySchemes" not in document["components"]
+
+
+def test_each_operation_says_what_it_returns(document: dict[str, Any]) -> None:
+    """Its summary is a text of several words, not the name of a function."""
+    paths = document["paths"]
+    summaries = [one["summary"] for path in paths.values() for one in path.values()]
+    assert "Labels and their scores for each text, or each pair of texts" == summaries[0]
+    assert not [text for text in summaries if " " not in text or text.endswith(".")]
+
+
+def test_the_states_of_a_model_are_declared(document: dict[str, Any]) -> None:
+    """Each is one word, the same in both lists of models."""
+    schemas = document["components"]["schemas"]
+    states = ["current", "previous", "pinned", "loading", "draining"]
+    assert states == schemas["State"]["enum"]
+    for model in ("DescribedModel", "Model"):
+        assert "#/components/schemas/State" in str(schemas[model]["properties"]["state"])
 
 
 def test_an_order_may_be_refused_for_its_body(document: dict[str, Any]) -> None:
@@ -98,9 +133,9 @@ def test_an_order_may_be_refused_for_its_body(document: dict[str, Any]) -> None:
     assert "`overloaded`" in responses["429"]["description"]
 
 
-def test_a_priority_may_be_refused_wherever_it_is_read(document: dict[str, Any]) -> None:
+def test_a_priority_may_be_refused_wherever_it_is_read(keyed: dict[str, Any]) -> None:
     """That is on every path that is not open to all."""
-    for path, methods in document["paths"].items():
+    for path, methods in keyed["paths"].items():
         for operation in methods.values():
             assert ("422" in operation["responses"]) == bool(operation["security"]), path
 
