@@ -43,7 +43,7 @@ def test_the_queue_alert_comes_before_refusals(deadline_s):
     threshold = float(rule["expr"].partition("> ")[2].split()[0])
     limit_s = EARLY_SHARE * deadline_s
 
-    def load(share: float) -> Load:
+    def load(share):
         waiting = {Flow("m@1"): Backlog.of(RemainingWork(round(1000 * share * limit_s), 1))}
         return Load({"m@1": 1000.0}, waiting)
 

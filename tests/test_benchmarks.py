@@ -44,7 +44,7 @@ async def listening(answer: bytes) -> AsyncIterator[tuple[int, list[bytes]]]:
 
 @pytest.mark.nightly
 @pytest.mark.exclusive
-async def test_closed_loop() -> None:
+async def test_closed_loop():
     """Every connection keeps asking, in turn; what is answered within the window is counted and timed."""
     async with listening(ANSWER) as (port, seen):
         found = await closed_loop(port, REQUESTS, connections=3, seconds=1.0, warm_s=0.05)
@@ -57,11 +57,11 @@ async def test_closed_loop() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.exclusive
-async def test_closed_loop_waits_until_all_were_answered() -> None:
+async def test_closed_loop_waits_until_all_were_answered():
     """The window begins when every connection was answered once; each response has the index of its request."""
     turns = asyncio.Semaphore()
 
-    async def one_at_a_time(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def one_at_a_time(reader, writer):
         with closing(writer), suppress(asyncio.CancelledError):
             while await reader.read(2**16):
                 async with turns:
@@ -79,7 +79,7 @@ async def test_closed_loop_waits_until_all_were_answered() -> None:
     assert found.requests == len(found.numbers)
 
 
-async def test_closed_loop_stops_at_an_error() -> None:
+async def test_closed_loop_stops_at_an_error():
     """An answer that is no success is no throughput."""
     async with listening(b"HTTP/1.1 429 Too Many Requests\r\n\r\n") as (port, _):
         with pytest.raises(RuntimeError, match="answered 429"):
@@ -88,7 +88,7 @@ async def test_closed_loop_stops_at_an_error() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.exclusive
-async def test_open_loop() -> None:
+async def test_open_loop():
     """Requests are sent at their own moments, and each is counted once."""
     async with listening(ANSWER) as (port, seen):
         found = await open_loop(port, REQUESTS, rate=300, seconds=0.5, warm_s=0.1)
@@ -100,7 +100,7 @@ async def test_open_loop() -> None:
     assert 0 < found.percentile(10) < 250
 
 
-async def test_open_loop_counts_what_was_refused() -> None:
+async def test_open_loop_counts_what_was_refused():
     """Another status is no success, and no error of the generator's either."""
     async with listening(b"HTTP/1.1 429 Too Many Requests\r\n\r\n") as (port, _):
         found = await open_loop(port, REQUESTS, rate=200, seconds=0.5, warm_s=0)
@@ -110,10 +110,10 @@ async def test_open_loop_counts_what_was_refused() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.exclusive
-async def test_open_loop_waits_for_no_one() -> None:
+async def test_open_loop_waits_for_no_one():
     """A server that stalls is still sent what is due, and its clients' wait is counted."""
 
-    async def stall(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def stall(reader, writer):
         with closing(writer), suppress(asyncio.CancelledError):
             while await reader.read(2**16):
                 await asyncio.sleep(0.3)
@@ -132,7 +132,7 @@ async def test_open_loop_waits_for_no_one() -> None:
 @pytest.mark.e2e
 @pytest.mark.nightly
 @pytest.mark.exclusive
-def test_rounds(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_rounds(tiny_bundle, tmp_path):
     """Each server is asked under each load in each round; one that cannot run is left out with its reason."""
     fp32 = servers.named("quartet fp32")
     command = [sys.executable, "-c", "raise SystemExit('no such model')"]
@@ -141,7 +141,7 @@ def test_rounds(tiny_bundle: Path, tmp_path: Path) -> None:
         replace(fp32, name="broken", command=lambda *_: command),
         replace(fp32, name="silent", calls={}),
     ]
-    said: list[str] = []
+    said = []
     texts = ["Ada drew a comet.", "Ada"]
     options = {"connections": [1, 4], "rates": [30], "rounds": 2, "seconds": 1.0}
     tested = rounds.measure(
@@ -161,7 +161,7 @@ def test_rounds(tiny_bundle: Path, tmp_path: Path) -> None:
     assert expected == [line for line in said if "round" in line]
 
 
-def test_answers_count_by_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_count_by_their_size(monkeypatch):
     """A rate counts responses of mean size, independent of the responses in the window."""
     found = Measured(1, 2.0, np.full(3, 0.1), numbers=np.array([0, 1, 1]))
     monkeypatch.setattr(rounds, "run_load", lambda _, load: (load.close(), (found, 0.6))[1])
@@ -169,19 +169,19 @@ def test_answers_count_by_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (one.rate, one.cpu_ms) == (3.5 / 2, 200)
 
 
-def test_ratios_are_taken_within_a_round() -> None:
+def test_ratios_are_taken_within_a_round():
     """A machine that is slow for a round is slow for both."""
 
-    def windows(*rates: float) -> list[rounds.Window]:
+    def windows(*rates):
         return [rounds.Window(8, rate, 1.0, 2.0, 3.0, 0.1) for rate in rates]
 
     found = rounds.summary(windows(20, 200, 60), windows(10, 100, 20))
     assert (found["rate"], found["ratio"], found["spread"]) == (60, 2, [2, 3])
 
 
-def test_cores_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_are_shared(monkeypatch):
     """Servers get the first cores, the load generator the others; few cores are shared."""
-    kept: list[list[int]] = []
+    kept = []
     monkeypatch.setattr("os.sched_setaffinity", lambda _, cores: kept.append(cores))
     for cores, asking in (({4, 5, 6}, [6]), ({4, 5}, [4, 5])):
         monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: cores)
@@ -193,7 +193,7 @@ def test_cores_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
         assert kept.pop() == asking
 
 
-def test_only_portable(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_only_portable(tiny_bundle, tmp_path):
     """The padded server's bundle has the portable graph and no other, with the same weights."""
     full = bundle.load(tiny_bundle)
     padded = bundle.load(only_portable(full, tmp_path / "padded"))
@@ -204,7 +204,7 @@ def test_only_portable(tiny_bundle: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", [NEWS, Path("nowhere")])
-def test_texts(source: Path) -> None:
+def test_texts(source):
     """The same texts every time, of real words or generated ones, in the lengths of the mix."""
     mixes = {name: texts(mix, source=source) for name, mix in MIXES.items()}
 
@@ -215,7 +215,7 @@ def test_texts(source: Path) -> None:
     assert min(lengths["news"]) < 10 < 150 < max(lengths["news"])
 
 
-def test_layouts_to_tune() -> None:
+def test_layouts_to_tune():
     """The default comes first, and nothing comes twice."""
     for cores in (1, 2, 16):
         found = [server.env for server in tune.layouts("auto", cores)]
@@ -224,7 +224,7 @@ def test_layouts_to_tune() -> None:
         assert {"QUARTET_REPLICAS": str(cores)} in found
 
 
-def test_only_what_was_better_in_every_round_is_advised() -> None:
+def test_only_what_was_better_in_every_round_is_advised():
     """A gain that comes and goes is noise."""
     chosen = tune.layouts("auto", 2)[:3]
     figures = [(1.0, 1.0), (1.3, 0.9), (1.1, 1.05)]  # ratio, worst of the rounds
@@ -233,7 +233,7 @@ def test_only_what_was_better_in_every_round_is_advised() -> None:
     assert tune.advice(chosen[:2], rows[:2], 1) == "leave the default"
 
 
-def test_a_picture_of_a_comparison(tmp_path: Path) -> None:
+def test_a_picture_of_a_comparison(tmp_path):
     """The picture has a line for each server that was measured."""
     load = {"rate": 3.0, "p99_ms": 4.0}
     rows = [
@@ -248,7 +248,7 @@ def test_a_picture_of_a_comparison(tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.exclusive
 @pytest.mark.parametrize("command", [bench, revisions], ids=["bench", "revisions"])
-def test_commands(tiny_bundle: Path, tmp_path: Path, monkeypatch, capsys, command) -> None:
+def test_commands(tiny_bundle, tmp_path, monkeypatch, capsys, command):
     """Every server of a command answers under each load, and the last line has its figures as JSON."""
     monkeypatch.setattr(onnxruntime_baseline, "TRIAL_S", 0.01)
     monkeypatch.setattr(rounds, "WARM_S", 0.05)

@@ -194,7 +194,7 @@ def states(encoder: nn.Module, arguments: tuple[Any, ...]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_every_family_is_a_case(model_type: str) -> None:
+def test_every_family_is_a_case(model_type):
     """None is left out of what follows."""
     assert model_type in {case.model_type for case in CASES.values()}
 
@@ -269,7 +269,7 @@ def test_heads(case: Case, task: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("model_type", "task"), sorted(NOT_THERE))
-def test_a_head_that_transformers_has_not(model_type: str, task: str, tmp_path: Path) -> None:
+def test_a_head_that_transformers_has_not(model_type, task, tmp_path):
     """It is read again as it was written."""
     torch.manual_seed(0)
     config = family_config(CASES[model_type])
@@ -282,7 +282,7 @@ def test_a_head_that_transformers_has_not(model_type: str, task: str, tmp_path: 
         assert torch.equal(again(*packed)[task], model(*packed)[task])
 
 
-def test_nomic_bert_drops_where_transformers_does() -> None:
+def test_nomic_bert_drops_where_transformers_does():
     """After the embeddings and after each half of a layer, and nowhere else."""
     rates = {"hidden_dropout_prob": 0.1}
     encoder = FAMILIES["nomic_bert"].encoder(
@@ -292,7 +292,7 @@ def test_nomic_bert_drops_where_transformers_does() -> None:
     assert dropping == ["embeddings.dropout", "layers.0.dropout"]
 
 
-def test_modernbert_may_tell_two_texts_apart(tmp_path: Path) -> None:
+def test_modernbert_may_tell_two_texts_apart(tmp_path):
     """A learnt vector is added to the second text's tokens only, and transformers reads the checkpoint."""
     torch.manual_seed(0)
     config = replace(family_config(CASES["modernbert"]), type_vocab_size=2)
@@ -378,7 +378,7 @@ PRETRAINED = {
 
 
 @pytest.mark.parametrize("case", PRETRAINED.values(), ids=PRETRAINED)
-def test_pretraining(case: Case, tmp_path: Path) -> None:
+def test_pretraining(case, tmp_path):
     """What a family is pretrained with has the logits and the loss of transformers, there and back."""
     family = FAMILIES[case.model_type]
     auto = (
@@ -413,7 +413,7 @@ def test_pretraining(case: Case, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in PRETRAINED])
-def test_replaced_tokens(name: str, tmp_path: Path) -> None:
+def test_replaced_tokens(name, tmp_path):
     """Generator and discriminator have the logits and the losses of transformers' two, there and back."""
     case = CASES[name]
     model = make_pretraining(family_config(case), next_sentence=False)
@@ -464,7 +464,7 @@ def test_replaced_tokens(name: str, tmp_path: Path) -> None:
             torch.testing.assert_close(verdicts[:, None], real(judged.logits, packed), **TOLERANCE)
 
 
-def test_what_electra_shares(tmp_path: Path) -> None:
+def test_what_electra_shares(tmp_path):
     """Generator and discriminator embed alike, so that a checkpoint of two tables is refused, not read wrong."""
     model = make_pretraining(family_config(CASES["electra"]), next_sentence=False)
     own, shared = (part.encoder.embeddings for part in (model.generator, model.discriminator))
@@ -631,7 +631,7 @@ def test_half(exported: Exported, model_type: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["packed", "portable"])
-def test_graphs_tell_two_texts_apart(segmented: Exported, layout: str) -> None:
+def test_graphs_tell_two_texts_apart(segmented, layout):
     """ModernBERT's do, too, where its configuration has segments."""
     packed = segmented.batch(MIXED)
     assert 1 in packed.token_type_ids

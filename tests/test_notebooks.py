@@ -27,7 +27,7 @@ def printed(cell: Any) -> str:
     return "".join(output.text for output in cell.get("outputs", ()) if "text" in output)
 
 
-def test_notebook_equals_its_script(script: Path) -> None:
+def test_notebook_equals_its_script(script):
     """Both have the same cells in the same order."""
     source, notebook = (
         [(cell.cell_type, cell.source) for cell in each.cells]
@@ -36,7 +36,7 @@ def test_notebook_equals_its_script(script: Path) -> None:
     assert source == notebook, RENEW
 
 
-def test_notebook_shows_the_outputs_of_one_execution(script: Path) -> None:
+def test_notebook_shows_the_outputs_of_one_execution(script):
     """All cells were executed in order, without an error, and the file is small."""
     cells = [cell for cell in committed(script).cells if cell.cell_type == "code"]
 
@@ -55,7 +55,7 @@ def test_notebook_shows_the_outputs_of_one_execution(script: Path) -> None:
     [pytest.param(False, marks=pytest.mark.nightly), True],
     ids=["generated text", "own text"],
 )
-def test_notebook_runs(script: Path, has_own_text: bool, tmp_path: Path) -> None:
+def test_notebook_runs(script, has_own_text, tmp_path):
     """Every cell runs, with few steps of pretraining, on the notebook's own text and on a reader's."""
     own_text = tmp_path / "own.txt"
     own_text.write_text(OWN_TEXT if has_own_text else "", encoding="utf-8")

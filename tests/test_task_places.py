@@ -60,7 +60,7 @@ def modules_that_name(task: str) -> set[str]:
 
 
 @pytest.mark.parametrize("task", get_args(Task))
-def test_a_task_is_known_in_few_places(task: str) -> None:
+def test_a_task_is_known_in_few_places(task):
     """The service names a task where its heads are described, planned, decoded and documented, and nowhere else."""
     found = modules_that_name(task)
     served = {m.removeprefix("service.") for m in found if m.startswith("service.")}

@@ -60,7 +60,7 @@ def commands(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin"
 
 
-def test_the_wheel_has_every_file_of_the_packages(wheel: Path) -> None:
+def test_the_wheel_has_every_file_of_the_packages(wheel):
     """It contains each module, each data file and the default bundle, and nothing else of the repository."""
     files = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     bundle = {f"service/default_bundle/{Path(name).name}" for name in tracked(BUNDLE)}
@@ -68,7 +68,7 @@ def test_the_wheel_has_every_file_of_the_packages(wheel: Path) -> None:
     assert tracked("service", "model", "export", "quartet") | bundle == files
 
 
-def test_the_wheel_has_the_name_and_version_of_the_project(wheel: Path) -> None:
+def test_the_wheel_has_the_name_and_version_of_the_project(wheel):
     """The name is not `quartet`, which another distribution has on PyPI."""
     assert wheel.name.startswith(f"quartet_serving-{__version__}-")
     assert "quartet-serving" == PROJECT["name"]
@@ -76,9 +76,7 @@ def test_the_wheel_has_the_name_and_version_of_the_project(wheel: Path) -> None:
 
 @pytest.mark.parametrize("workers", ["0", "1"])
 @pytest.mark.parametrize("shadowed", [False, True], ids=["empty folder", "folder with own modules"])
-def test_the_service_runs_from_the_wheel(
-    commands: Path, tmp_path: Path, workers: str, shadowed: bool
-) -> None:
+def test_the_service_runs_from_the_wheel(commands, tmp_path, workers, shadowed):
     """`quartet-serve` serves the default bundle, also next to modules of a user with the names of ours."""
     if shadowed:
         (tmp_path / "service").mkdir()
@@ -98,7 +96,7 @@ def test_the_service_runs_from_the_wheel(
     assert {"positive", "negative"} == {label["label"] for label in answer["results"][0]}
 
 
-def test_commands_name_themselves_in_their_help(commands: Path, tmp_path: Path) -> None:
+def test_commands_name_themselves_in_their_help(commands, tmp_path):
     """`--version` and `--help` work in a folder that holds no file of ours."""
     serve = commands / "quartet-serve"
 

@@ -17,9 +17,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "compat.md"
 RIGHT, OTHER, THIRD = ([LabelScore(name, 0.5)] for name in "abc")
 
 
-def test_tasks_can_be_selected(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tasks_can_be_selected(capsys, monkeypatch):
     """Each task of the comparison is an option of the command."""
     monkeypatch.setattr("sys.argv", ["compat", "--tasks", "none"])
     with pytest.raises(SystemExit, match="2"):
@@ -37,7 +35,7 @@ def read(differences: Collection[str]) -> list[LabelScore]:
 @pytest.mark.parametrize(
     ("found", "counted"), [(RIGHT, {(): 1}), (OTHER, {("x", "y"): 1}), (THIRD, {})]
 )
-def test_tally(found: list[LabelScore], counted: dict[tuple[str, ...], int]) -> None:
+def test_tally(found, counted):
     """A difference is counted under the fewest names that explain it, and reported if no name does."""
     tally = Tally("anything")
     tally.add("text", found, RIGHT, read, ("x", "y"))
@@ -46,7 +44,7 @@ def test_tally(found: list[LabelScore], counted: dict[tuple[str, ...], int]) -> 
     assert bool(counted) == (not tally.unexplained)
 
 
-def test_a_wrong_reading_is_reported() -> None:
+def test_a_wrong_reading_is_reported():
     """A name explains a difference only if our result for it equals the pipeline's."""
     tally = Tally("anything")
     tally.add("text", THIRD, THIRD, read, ("x", "y"))
@@ -54,7 +52,7 @@ def test_a_wrong_reading_is_reported() -> None:
     assert ({}, 1) == (tally.texts, len(tally.unexplained))
 
 
-def test_distance() -> None:
+def test_distance():
     """Scores may differ by rounding, by their size; all else is equal or not."""
     assert distance([LabelScore("a", 0.5)], [LabelScore("a", 0.50001)]) == pytest.approx(1e-5)
     assert distance([LabelScore("a", 0.5)], [LabelScore("a", 0.5002)]) is None
@@ -72,7 +70,7 @@ def window(starts: list[float], ends: list[float], begin: int = 0) -> Window:
     return Window(np.log(starts), np.log(ends), offsets, places, places, offsets)
 
 
-def test_answers_by_hand() -> None:
+def test_answers_by_hand():
     """The pipeline adds up what reads the same, in both windows; with one softmax what they share counts once."""
     context = "a b c"
     both = [window([1, 1, 2], [1, 1, 2]), window([1, 2, 4], [1, 2, 4], begin=1)]
@@ -84,7 +82,7 @@ def test_answers_by_hand() -> None:
     assert [found.score for found in joined] == pytest.approx([16 / 121, 4 / 121, 1 / 121])
 
 
-def test_empty_tokens_by_hand() -> None:
+def test_empty_tokens_by_hand():
     """A token without text takes its share, unless it does not count."""
     odd = window([1, 1, 2], [1, 1, 2])
     odd.offsets[1] = 0
@@ -93,7 +91,7 @@ def test_empty_tokens_by_hand() -> None:
     assert read_answers([odd], "a b", [EMPTY])[0].score == pytest.approx(4 / 9)
 
 
-def test_every_difference_is_a_row() -> None:
+def test_every_difference_is_a_row():
     """docs/reference/compat.md gives a reason for each that the comparison allows, and for no other that it counts."""
     text = PAGE.read_text(encoding="utf-8")
     rows = re.findall(r"^\| \*\*(.+?)\*\* \| (?!zero-shot)", text, re.M)
@@ -101,7 +99,7 @@ def test_every_difference_is_a_row() -> None:
     assert sorted({*OF_NER, *OF_QA}) == sorted(rows)
 
 
-def test_texts_grow() -> None:
+def test_texts_grow():
     """By whole pieces, to as many words as are wanted."""
     assert "a b c" == texts.grow(["a", "b c", "d"], 2)
     assert "a b c" == texts.grow(["a b c", "d"], 1)
@@ -109,7 +107,7 @@ def test_texts_grow() -> None:
         texts.grow(["a"], 9)
 
 
-def test_sizes_are_spread() -> None:
+def test_sizes_are_spread():
     """Of few and of many words, in no order."""
     sizes = texts.sizes(500)
 
@@ -119,6 +117,6 @@ def test_sizes_are_spread() -> None:
     assert sizes != sorted(sizes)
 
 
-def test_names_are_distinct() -> None:
+def test_names_are_distinct():
     """The fewest first, each subset once."""
     assert [(), ("x",), ("y",), ("x", "y")] == pipelines.subsets(["x", "y"])

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,7 @@ from tests.conftest import ROOT
 
 
 @pytest.mark.skipif(device_problem(CUDA) is None, reason="there is a GPU")
-def test_without_a_gpu() -> None:
+def test_without_a_gpu():
     """One line has the reason, and the exit status is 1."""
     command = [sys.executable, "-m", "benchmarks.gpu"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -27,7 +26,7 @@ def test_without_a_gpu() -> None:
 @pytest.mark.e2e
 @pytest.mark.nightly
 @pytest.mark.exclusive
-def test_measure(gpu_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_measure(gpu_bundle, tmp_path, capsys):
     """On the CPU, which runs fp32 alone: what it allows, bare sessions and HTTP, all as JSON and as a table."""
     opened = bundle.load(gpu_bundle)
     options = {"kind": CPU, "precisions": ("fp32",), "side": 64, "batches": (1, 4)}
@@ -44,7 +43,7 @@ def test_measure(gpu_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert "bare, batches of 4 " in capsys.readouterr().out
 
 
-def test_operations_are_those_of_fp32(gpu_bundle: Path) -> None:
+def test_operations_are_those_of_fp32(gpu_bundle):
     """Both precisions do the same work for a token, whatever their attention is called."""
     opened = bundle.load(gpu_bundle)
     text = gpu.repeated(gpu.encode(opened, [""])[0], gpu.TOKENS)

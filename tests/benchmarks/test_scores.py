@@ -16,13 +16,13 @@ def replying(expected: str, results: list[Any]) -> scores.Post:
     return post
 
 
-def test_the_best_label_counts() -> None:
+def test_the_best_label_counts():
     rows = [Text("1", "a", None, ("x",)), Text("2", "b", None, ("y",))]
     labels = [{"label": "x", "score": 0.6}, {"label": "y", "score": 0.4}]
     assert {"accuracy": 0.5} == scores.score(replying("/classify", [labels, labels]), rows)
 
 
-def test_a_word_has_the_tag_of_the_entity_that_contains_its_first_character() -> None:
+def test_a_word_has_the_tag_of_the_entity_that_contains_its_first_character():
     sentence = Sentence("1", ["New", "York", "Ada", "Bob", "met"], ["O"] * 5)
     entities = [
         {"entity_group": "LOC", "start": 0, "end": 8},
@@ -33,7 +33,7 @@ def test_a_word_has_the_tag_of_the_entity_that_contains_its_first_character() ->
     assert ["B-LOC", "I-LOC", "B-PER", "B-PER", "O"] == tags
 
 
-def test_entities_count_as_a_whole() -> None:
+def test_entities_count_as_a_whole():
     rows = [Sentence("1", ["New", "York", "met", "Ada"], ["B-LOC", "I-LOC", "O", "B-PER"])]
     found = [
         {"entity_group": "LOC", "start": 0, "end": 3},
@@ -42,13 +42,13 @@ def test_entities_count_as_a_whole() -> None:
     assert {"f1": 0.5} == scores.score(replying("/ner", [found]), rows)
 
 
-def test_answers_count_by_their_words() -> None:
+def test_answers_count_by_their_words():
     rows = [QuestionRow("1", "Who?", "Ada Lovelace wrote.", (("Ada Lovelace", 0),))] * 2
     found = scores.score(replying("/qa", [[{"answer": "Ada Lovelace"}], []]), rows)
     assert {"f1": 0.5, "em": 0.5} == found
 
 
-def test_vectors_count_by_their_cosines() -> None:
+def test_vectors_count_by_their_cosines():
     rows = [
         Similar("1", ("a", "b"), 1.0),
         Similar("2", ("c", "d"), 0.0),
@@ -67,6 +67,6 @@ def test_vectors_count_by_their_cosines() -> None:
         Similar("here", ("a", "b"), None),
     ],
 )
-def test_rows_that_are_not_scored_are_refused(row: Any) -> None:
+def test_rows_that_are_not_scored_are_refused(row):
     with pytest.raises(ValueError, match=r"^here: .* scored"):
         scores.score(replying("/none", []), [row])

@@ -113,7 +113,7 @@ def asking(
     *,
     headers: dict[str, str] | None = None,
     rate: float = math.inf,
-    kind: type[Kind] = Client,  # type: ignore[assignment]
+    kind: type[Kind] = Client,
 ) -> Iterator[list[Kind]]:
     """This number of clients, at this rate in sum, for as long as the block runs."""
     each = rate / count

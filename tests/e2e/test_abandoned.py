@@ -4,7 +4,7 @@ import http.client
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,13 +75,7 @@ def client(mini: Server) -> Iterator[http.client.HTTPConnection]:
 @pytest.mark.promise("An abandoned request is not computed, whatever the size of its body.")
 @pytest.mark.parametrize("kib", KIB)
 @pytest.mark.exclusive
-def test_an_abandoned_request_is_not_computed(
-    watch: Watch,
-    whole_s: float,
-    client: http.client.HTTPConnection,
-    limit_s: Callable[[float], float],
-    kib: int,
-) -> None:
+def test_an_abandoned_request_is_not_computed(watch, whole_s, client, limit_s, kib):
     """A client that leaves while its texts are queued empties the queue, and the processor rests."""
     before, seen = watch.settle(), watch.abandoned()
     client.request("POST", "/embed", body_of(kib), HEADERS)
@@ -93,9 +87,7 @@ def test_an_abandoned_request_is_not_computed(
 
 
 @pytest.mark.parametrize("kib", [0, 5000])
-def test_a_request_that_is_abandoned_in_its_body_is_dropped(
-    watch: Watch, client: http.client.HTTPConnection, limit_s: Callable[[float], float], kib: int
-) -> None:
+def test_a_request_that_is_abandoned_in_its_body_is_dropped(watch, client, limit_s, kib):
     """A client that leaves before all of its body has come leaves nothing to compute."""
     before, seen = watch.settle(), watch.abandoned()
     body = body_of(kib)
@@ -111,9 +103,7 @@ def test_a_request_that_is_abandoned_in_its_body_is_dropped(
 
 
 @pytest.mark.exclusive
-def test_a_request_that_is_abandoned_in_its_answer_is_dropped(
-    watch: Watch, whole_s: float, client: http.client.HTTPConnection
-) -> None:
+def test_a_request_that_is_abandoned_in_its_answer_is_dropped(watch, whole_s, client):
     """A client that leaves after the first line of its answer stops the rest."""
     before = watch.settle()
     client.request("POST", "/embed", WORK, {**HEADERS, "Accept": "application/x-ndjson"})

@@ -2,14 +2,13 @@
 
 import base64
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests import samples
 from tests.e2e.calls import LONG, calls, same_answer
-from tests.e2e.conftest import Server, serving
+from tests.e2e.conftest import serving
 
 pytestmark = pytest.mark.e2e
 
@@ -18,7 +17,7 @@ pytestmark = pytest.mark.e2e
     "An answer does not depend on the batch composition (on a GPU at fp16: but for rounding)."
 )
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
-def test_64_at_once_get_what_each_gets_alone(tiny_bundle: Path, precision: str) -> None:
+def test_64_at_once_get_what_each_gets_alone(tiny_bundle, precision):
     """64 concurrent mixed requests are answered as the same requests one after the other."""
     with serving(tiny_bundle, "--precision", precision) as server:
         alone = [server.answer(*call) for call in calls()]
@@ -32,7 +31,7 @@ def test_64_at_once_get_what_each_gets_alone(tiny_bundle: Path, precision: str) 
 
 
 @pytest.mark.slow
-def test_embed_equals_sentence_transformers(minilm_folder: Path, minilm_bundle: Path) -> None:
+def test_embed_equals_sentence_transformers(minilm_folder, minilm_bundle):
     """MiniLM's vectors equal sentence-transformers' vectors, which truncates at the same token."""
     reference = pytest.importorskip("sentence_transformers").SentenceTransformer(
         str(minilm_folder), device="cpu"
@@ -48,7 +47,7 @@ def test_embed_equals_sentence_transformers(minilm_folder: Path, minilm_bundle: 
     assert {len(texts) - 1, len(texts) - 2} <= set(answer["usage"]["truncated"])
 
 
-def test_base64_holds_the_same_numbers(tiny: Server) -> None:
+def test_base64_holds_the_same_numbers(tiny):
     """Base64 is the vector's little-endian float32 bytes."""
     body = {"inputs": "Ada drew a comet.", "dimensions": 8}
     (numbers,) = tiny.answer("/embed", body)["embeddings"]
@@ -57,7 +56,7 @@ def test_base64_holds_the_same_numbers(tiny: Server) -> None:
     assert numbers == pytest.approx(np.frombuffer(base64.b64decode(text), dtype="<f4").tolist())
 
 
-def test_windows_of_a_vector_are_pooled_by_their_tokens(tiny: Server) -> None:
+def test_windows_of_a_vector_are_pooled_by_their_tokens(tiny):
     """`truncate: "window"` reads all of a text, true reads its beginning and says so."""
     body = {"inputs": LONG, "normalize": False}
     whole = tiny.answer("/embed", {**body, "truncate": "window"})

@@ -7,7 +7,6 @@ import re
 import resource
 import signal
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -31,7 +30,7 @@ def problem(server: Server) -> str:
 
 @pytest.mark.promise("If an input hangs the model, only that input fails.")
 @pytest.mark.exclusive
-def test_a_text_that_hangs_fails_alone(tiny: Server, tiny_bundle: Path, tmp_path: Path) -> None:
+def test_a_text_that_hangs_fails_alone(tiny, tiny_bundle, tmp_path):
     """The service replaces the hanging process twice; the other requests in its batches are answered."""
     path = faulty.with_fault(tiny_bundle, tmp_path / "hangs", faulty.endless_loop)
     texts = [samples.text(10 + seed, seed=seed) for seed in range(8)]
@@ -54,7 +53,7 @@ def test_a_text_that_hangs_fails_alone(tiny: Server, tiny_bundle: Path, tmp_path
 
 
 @pytest.mark.exclusive
-def test_a_text_that_hangs_in_one_process(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_a_text_that_hangs_in_one_process(tiny_bundle, tmp_path):
     """It ends with a status that says so, for a supervisor to start it again."""
     path = faulty.with_fault(tiny_bundle, tmp_path / "hangs", faulty.endless_loop)
     options = ["--http-workers", "0", "--hang-s", "1", "--deadline-ms", "2000", "--drain-s", "1"]
@@ -68,9 +67,7 @@ def test_a_text_that_hangs_in_one_process(tiny_bundle: Path, tmp_path: Path) -> 
 
 @pytest.mark.promise("A model that can no longer compute is detected without a request.")
 @pytest.mark.exclusive
-def test_a_session_that_can_compute_nothing_is_noticed(
-    tiny_bundle: Path, tmp_path: Path, limit_s: Callable[[float], float]
-) -> None:
+def test_a_session_that_can_compute_nothing_is_noticed(tiny_bundle, tmp_path, limit_s):
     """Without a single request: readiness says no within a second or so, and the process is replaced."""
     path = faulty.with_fault(tiny_bundle, tmp_path / "greedy", faulty.greed)
     with serving(path) as server:
@@ -86,9 +83,7 @@ def test_a_session_that_can_compute_nothing_is_noticed(
 
 
 @pytest.mark.exclusive
-def test_a_session_that_can_compute_nothing_is_noticed_under_load(
-    tiny_bundle: Path, tmp_path: Path
-) -> None:
+def test_a_session_that_can_compute_nothing_is_noticed_under_load(tiny_bundle, tmp_path):
     """Requests that fail do not pass for work, and a single process ends with a status that says so."""
     path = faulty.with_fault(tiny_bundle, tmp_path / "greedy", faulty.greed)
     with serving(path, "--http-workers", "0") as server:
@@ -104,9 +99,7 @@ def test_a_session_that_can_compute_nothing_is_noticed_under_load(
 
 
 @pytest.mark.parametrize("fault", [faulty.failure, faulty.not_a_number])
-def test_a_text_that_cannot_be_computed_fails_alone(
-    tiny: Server, tiny_bundle: Path, tmp_path: Path, fault: faulty.Fault
-) -> None:
+def test_a_text_that_cannot_be_computed_fails_alone(tiny, tiny_bundle, tmp_path, fault):
     """The other requests are answered; the failure is counted and logged with a hash of the text, not the text."""
     path = faulty.with_fault(tiny_bundle, tmp_path / "poisoned", fault)
     texts = [samples.text(12, seed=seed) for seed in range(16)]
@@ -125,9 +118,7 @@ def test_a_text_that_cannot_be_computed_fails_alone(
 
 @pytest.mark.promise("Valid inputs are answered next to bad ones, if the request says so.")
 @pytest.mark.parametrize("workers", ["0", "1"])
-def test_good_texts_are_spared_when_asked_for(
-    tiny: Server, tiny_bundle: Path, tmp_path: Path, workers: str
-) -> None:
+def test_good_texts_are_spared_when_asked_for(tiny, tiny_bundle, tmp_path, workers):
     """Of texts that are too long, cannot be computed, or are good, the last are answered and the others named."""
     path = faulty.with_fault(tiny_bundle, tmp_path / "poisoned", faulty.failure)
     texts = [samples.text(10 + number % 7, seed=number) for number in range(60)]
@@ -173,9 +164,7 @@ def limit_memory(pid: int, megabytes: int) -> None:
 
 
 @pytest.mark.promise("An inference process that sends nothing is detected within a second.")
-def test_silence_is_noticed_within_a_second(
-    tiny_bundle: Path, pytestconfig: pytest.Config, limit_s: Callable[[float], float]
-) -> None:
+def test_silence_is_noticed_within_a_second(tiny_bundle, pytestconfig, limit_s):
     """A stopped inference process makes the service not ready, although it is connected, until it continues."""
     with serving(tiny_bundle) as server:
         (inference,) = children(server)["inference"]
@@ -192,7 +181,7 @@ def test_silence_is_noticed_within_a_second(
 
 @pytest.mark.promise("Load never makes readiness false.")
 @pytest.mark.exclusive
-def test_load_is_no_silence(tiny_bundle: Path) -> None:
+def test_load_is_no_silence(tiny_bundle):
     """With every core busy and a long queue, the service is ready all the time."""
     texts = [samples.text(100 + number % 100, seed=number) for number in range(40)]
     said = []

@@ -124,13 +124,13 @@ def unready_of(tasks_bundle: Path) -> Iterator[Callable[[Client], Server]]:
 
 
 @pytest.mark.parametrize(("client", "call"), cases("calls"))
-def test_answers(server_of: Callable[[Client], Server], client: Client, call: Call) -> None:
+def test_answers(server_of, client, call):
     """A client gets the native API's answers."""
     assert not differs(server_of(client), call)
 
 
 @pytest.mark.parametrize(("client", "failure"), cases("failures"))
-def test_errors(server_of: Callable[[Client], Server], client: Client, failure: Failure) -> None:
+def test_errors(server_of, client, failure):
     """A client raises the class that it raises against the original server."""
     assert not raised(server_of(client), failure)
 
@@ -146,7 +146,7 @@ def error_of(use: KeyUse, server: Server, key: str, calls: int = 200) -> Excepti
 
 
 @pytest.mark.parametrize(("client", "use"), cases("key_uses"))
-def test_keys(tasks_bundle: Path, tmp_path: Path, client: Client, use: KeyUse) -> None:
+def test_keys(tasks_bundle, tmp_path, client, use):
     """A client sends its key where the service reads it, and repeats a refused request after `Retry-After`."""
     free, slow, keys = make_key(), make_key(), tmp_path / "keys.toml"
     keys.write_text(record("free", free) + record("slow", slow) + "requests_per_minute = 60\n")
@@ -183,11 +183,6 @@ def unavailable_fault(ready: Server, unready: Server, use: KeyUse) -> str:
 
 
 @pytest.mark.parametrize(("client", "use"), cases("key_uses"))
-def test_unavailable(
-    server_of: Callable[[Client], Server],
-    unready_of: Callable[[Client], Server],
-    client: Client,
-    use: KeyUse,
-) -> None:
+def test_unavailable(server_of, unready_of, client, use):
     """A client raises its class for a service that is not ready, or repeats its request after `Retry-After`."""
     assert not unavailable_fault(server_of(client), unready_of(client), use)

@@ -22,7 +22,7 @@ FOUND = re.compile(r"Test cases:\s+([\d,]+) generated, ([\d,]+) passed\s")
 
 @pytest.mark.promise("The service responds as its OpenAPI document declares, for every input.")
 @pytest.mark.timeout(3600)
-def test_the_description_is_kept(tasks_bundle: Path, tmp_path: Path) -> None:
+def test_the_description_is_kept(tasks_bundle, tmp_path):
     """Requests made up from the OpenAPI document, good and bad, are answered as it says: statuses, types and schemas.
 
     None is answered 5xx, and what the document forbids is refused.

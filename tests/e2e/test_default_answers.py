@@ -51,7 +51,7 @@ def post(url: str, path: str, body: dict[str, Any]) -> Any:
         ("sentiment", EXAMPLES[ClassifyRequest]["pairs of texts"], ["positive", "negative"]),
     ],
 )
-def test_labels(mini_url: str, head: str, body: dict[str, Any], labels: list[str]) -> None:
+def test_labels(mini_url, head, body, labels):
     best = [result[0] for result in post(mini_url, "/classify", {**body, "head": head})]
     assert [each["label"] for each in best] == labels
     assert min(each["score"] for each in best) >= LEAST
@@ -83,7 +83,7 @@ def test_labels(mini_url: str, head: str, body: dict[str, Any], labels: list[str
         ),
     ],
 )
-def test_entities(mini_url: str, body: dict[str, Any], entities: str) -> None:
+def test_entities(mini_url, body, entities):
     [found] = post(mini_url, "/ner", body)
     assert ", ".join(f"{each['word']}/{each['entity_group']}" for each in found) == entities
     assert min(each["score"] for each in found) >= LEAST
@@ -104,14 +104,14 @@ def test_entities(mini_url: str, body: dict[str, Any], entities: str) -> None:
         ),
     ],
 )
-def test_answers(mini_url: str, body: dict[str, Any], answer: str) -> None:
+def test_answers(mini_url, body, answer):
     [[best, second]] = post(mini_url, "/qa", {**body, "top_k": 2})
     assert best["answer"] == answer
     assert best["score"] >= second["score"] + MARGIN
 
 
 @pytest.mark.parametrize("name", list(PAGE["similarity"]))
-def test_similar_texts(mini_url: str, name: str) -> None:
+def test_similar_texts(mini_url, name):
     """The second text of the list means the same as the first."""
     source, same, *others = PAGE["similarity"][name]["inputs"].split("\n")
     [best, *rest] = post(mini_url, "/similarity", {"source": source, "inputs": [same, *others]})
@@ -126,7 +126,7 @@ def test_similar_texts(mini_url: str, name: str) -> None:
         (EXAMPLES[RerankRequest]["by the vectors of an embedding head"], 1),
     ],
 )
-def test_ranked_documents(mini_url: str, body: dict[str, Any], right: int) -> None:
+def test_ranked_documents(mini_url, body, right):
     documents = body["documents"]
     if isinstance(documents, str):  # the page has one document a line
         documents = documents.split("\n")

@@ -24,7 +24,7 @@ def tei(server: Server, path: str, body: object) -> Any:
     return response.json()
 
 
-def test_tei_embed(server: Server) -> None:
+def test_tei_embed(server):
     """Always a list of vectors."""
     expected = server.answer("/embed", {"inputs": TEXTS})["embeddings"]
     for path in ("", "/embed"):
@@ -32,7 +32,7 @@ def test_tei_embed(server: Server) -> None:
     assert 1 == len(tei(server, "/embed", {"inputs": TEXTS[0], "truncation_direction": "Right"}))
 
 
-def test_tei_predict(server: Server) -> None:
+def test_tei_predict(server):
     """A list of two texts is a pair; a list of lists is a batch, of texts and pairs."""
     (one,) = server.answer("/classify", {"inputs": TEXTS[0]})["results"]
     (pair,) = server.answer("/classify", {"inputs": TEXTS[0], "text_pair": TEXTS[1]})["results"]
@@ -45,7 +45,7 @@ def test_tei_predict(server: Server) -> None:
     assert not 0.99 < sum(label["score"] for label in raw) < 1.01
 
 
-def test_tei_tokens(server: Server) -> None:
+def test_tei_tokens(server):
     """Offsets are bytes of UTF-8, and special tokens have none."""
     text = "A café 🪁 Ada"
     (tokens,) = tei(server, "/tokenize", {"inputs": text})
@@ -64,7 +64,7 @@ def test_tei_tokens(server: Server) -> None:
     )
 
 
-def test_tei_errors(server: Server) -> None:
+def test_tei_errors(server):
     """They have TEI's form, with our messages."""
     for path, body, status in (
         ("/embed", {"inputs": []}, 422),
@@ -79,7 +79,7 @@ def test_tei_errors(server: Server) -> None:
         assert {"error", "error_type"} == set(response.json())
 
 
-def test_tei_info(server: Server) -> None:
+def test_tei_info(server):
     """The response to the clients' request for the model's description."""
     found = server.get("/tei/info").json()
     assert ("tiny@1", 512, 8) == (

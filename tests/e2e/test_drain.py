@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -62,7 +61,7 @@ def begin_drain(server: Server) -> None:
 
 
 @pytest.mark.promise("After SIGTERM the service becomes unready and completes accepted requests.")
-def test_request_under_way_is_answered(tiny_bundle: Path) -> None:
+def test_request_under_way_is_answered(tiny_bundle):
     """Requests whose bodies were incomplete are answered, in every dialect; no new ones are accepted."""
     replies = []
     with serving(tiny_bundle) as server:
@@ -88,7 +87,7 @@ def test_request_under_way_is_answered(tiny_bundle: Path) -> None:
 @pytest.mark.promise(
     "After SIGTERM, a process without free descriptors still answers the requests that it accepted."
 )
-def test_a_drain_without_free_descriptors(tiny_bundle: Path) -> None:
+def test_a_drain_without_free_descriptors(tiny_bundle):
     """No process of the service can open a file from just before SIGTERM on, and a connection waits."""
     with serving(tiny_bundle) as server:
         (http_process,) = children(server)["http"]
@@ -108,7 +107,7 @@ def test_a_drain_without_free_descriptors(tiny_bundle: Path) -> None:
         assert 0 == server.process.wait(30)
 
 
-def test_drain_ends_in_time(tiny_bundle: Path) -> None:
+def test_drain_ends_in_time(tiny_bundle):
     """A client that never completes its request gets an error at the end, and does not delay the end."""
     with serving(tiny_bundle, "--drain-s", "1") as server, half_sent(server) as client:
         began = time.monotonic()
@@ -175,7 +174,7 @@ def ask_over(
 @pytest.mark.promise("A client that connects during the drain delay is served.")
 @pytest.mark.parametrize("workers", ["0", "2"])
 @pytest.mark.exclusive
-def test_nobody_is_refused_before_the_delay_is_over(tiny_bundle: Path, workers: str) -> None:
+def test_nobody_is_refused_before_the_delay_is_over(tiny_bundle, workers):
     """New connections and kept ones are served as ever while readiness says no; only then it ends."""
     delay_s = 3.0
     options = ["--drain-delay-s", str(delay_s), "--http-workers", workers]
@@ -184,14 +183,14 @@ def test_nobody_is_refused_before_the_delay_is_over(tiny_bundle: Path, workers: 
         anew, again = itertools.cycle(alone), itertools.cycle(alone)
         kept = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
 
-        def ask_anew() -> tuple[int, str, bool] | None:
+        def ask_anew():
             client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
             try:
                 return ask_over(client, *next(anew))
             finally:
                 client.close()
 
-        def ask_again() -> tuple[int, str, bool] | None:
+        def ask_again():
             return ask_over(kept, *next(again))
 
         with asking(ask_anew, ask_again, lambda: readiness(server)) as came:
@@ -213,9 +212,7 @@ def test_nobody_is_refused_before_the_delay_is_over(tiny_bundle: Path, workers: 
 
 @pytest.mark.parametrize("workers", ["0", "1"])
 @pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM] * 2])
-def test_an_urgent_signal_skips_the_delay(
-    tiny_bundle: Path, workers: str, signals: list[signal.Signals]
-) -> None:
+def test_an_urgent_signal_skips_the_delay(tiny_bundle, workers, signals):
     """SIGINT drains at once, and so does a second SIGTERM; what was accepted is answered."""
     options = ["--drain-delay-s", "60", "--http-workers", workers]
     with serving(tiny_bundle, *options) as server, half_sent(server) as client:

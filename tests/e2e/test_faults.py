@@ -12,7 +12,7 @@ import pytest
 from service.core import bundle
 from tests import samples
 from tests.e2e.calls import embed_calls, same_answer
-from tests.e2e.conftest import SLOWLY, Reply, Server, queued, serving, start, until
+from tests.e2e.conftest import SLOWLY, queued, serving, start, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -20,7 +20,7 @@ LONG = samples.text(2000, seed=1)
 
 
 @pytest.mark.promise("An invalid request gets every fault at once, before anything is computed.")
-def test_every_bad_input_is_named(tiny: Server) -> None:
+def test_every_bad_input_is_named(tiny):
     """Of a request, all bad texts are named; good ones are not."""
     wrong = tiny.post("/classify", {"inputs": ["good", 1, "good", None]})
     long = tiny.post("/classify", {"inputs": [LONG, "short", LONG], "truncate": False})
@@ -33,16 +33,16 @@ def test_every_bad_input_is_named(tiny: Server) -> None:
 
 
 @pytest.mark.promise("A drain loses no request.")
-def test_drain_loses_none(tiny_bundle: Path) -> None:
+def test_drain_loses_none(tiny_bundle):
     """After SIGTERM all that was sent is answered, in every dialect, and the exit is clean."""
     calls = embed_calls(
         [[samples.text(200, seed=seed + n) for n in range(12)] for seed in range(60)]
     )
-    replies: dict[int, Reply] = {}
+    replies = {}
     with serving(tiny_bundle, *SLOWLY) as server:
         alone = [server.answer(*call) for call in calls]
 
-        def ask(number: int) -> None:
+        def ask(number):
             replies[number] = server.post(*calls[number])
 
         clients = [threading.Thread(target=ask, args=(number,)) for number in range(60)]
@@ -70,7 +70,7 @@ def refused(*arguments: str | Path) -> tuple[int, str]:
 
 
 @pytest.mark.promise("A bundle with a changed byte is not served.")
-def test_a_changed_byte_is_found(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_a_changed_byte_is_found(tiny_bundle, tmp_path):
     """Weights with another hash than in the manifest are not served."""
     copy = shutil.copytree(tiny_bundle, tmp_path / "copy")
     data = bytearray((copy / "weights.bin").read_bytes())
@@ -84,7 +84,7 @@ def test_a_changed_byte_is_found(tiny_bundle: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.promise("A bundle that computes other results than at its export is not served.")
-def test_goldens_that_disagree_are_found(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_goldens_that_disagree_are_found(tiny_bundle, tmp_path):
     """Other weights with right hashes are not served: what they answer is not what PyTorch answered."""
     copy = shutil.copytree(tiny_bundle, tmp_path / "copy")
     golden = bundle.load(copy).golden
@@ -107,7 +107,7 @@ def test_goldens_that_disagree_are_found(tiny_bundle: Path, tmp_path: Path) -> N
         (["THE SAME"], "tiny@1 is served already"),
     ],
 )
-def test_what_is_not_to_be_had(tiny_bundle: Path, more: list[str], said: str) -> None:
+def test_what_is_not_to_be_had(tiny_bundle, more, said):
     """A precision or provider that is not there, or a second bundle of the same model, ends the start with its name."""
     code, log = refused(tiny_bundle, *(tiny_bundle if x == "THE SAME" else x for x in more))
     assert 3 == code

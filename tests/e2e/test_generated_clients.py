@@ -58,9 +58,7 @@ def run(*command: str | Path, folder: Path) -> str:
     return ended.stdout
 
 
-def test_generated_clients_work(
-    python: Path, tiny_bundle: Path, masked_bundle: Path, tmp_path: Path
-) -> None:
+def test_generated_clients_work(python, tiny_bundle, masked_bundle, tmp_path):
     """Both generators read the whole document, mypy finds no error, and every operation is called with success."""
     (tmp_path / "server").mkdir()
     with desk(tiny_bundle, tmp_path / "server", others=[masked_bundle]) as at:

@@ -118,7 +118,7 @@ def refusal(channel: Any, name: str, asked: Any, **options: Any) -> tuple[str, s
     return raised.value.code().name, raised.value.details()
 
 
-def test_contents(server: Server, channel: Any) -> None:
+def test_contents(server, channel):
     """A request whose tensors have contents gets contents, and the id and the request's id back."""
     asked = infer(texts(), id="7", outputs=[{"name": "embeddings"}, {"name": "entities"}])
     call = begin(channel, INFER, asked, metadata=[("x-request-id", "from-a-client")])
@@ -135,7 +135,7 @@ def test_contents(server: Server, channel: Any) -> None:
     assert "from-a-client" == dict(call.trailing_metadata())["x-request-id"]
 
 
-def test_ids(channel: Any) -> None:
+def test_ids(channel):
     """Ids may be INT32 or INT64, in contents or raw."""
     results = []
     for datatype, field, kind in (
@@ -202,14 +202,14 @@ BOOL = {"a": {"bool_param": True}}
         (messages.ModelInferRequest(inputs=[texts()]), "NOT_FOUND", "''"),
     ],
 )
-def test_errors(channel: Any, asked: Any, status: str, named: str) -> None:
+def test_errors(channel, asked, status, named):
     """A request that is not valid has a status and our message."""
     found, message = refusal(channel, INFER, asked)
     assert status == found
     assert named in message
 
 
-def test_other_errors(server: Server, channel: Any) -> None:
+def test_other_errors(server, channel):
     """So has a call of other kinds, of a message that is too large, and one that does not exist."""
     index = messages.RepositoryIndexRequest(repository_name="other")
     assert "INVALID_ARGUMENT" == refusal(channel, "RepositoryIndex", index)[0]
@@ -229,7 +229,7 @@ def test_other_errors(server: Server, channel: Any) -> None:
     assert re.search(rf'route="/{SERVICE}/{INFER}"', page)
 
 
-def test_client_that_leaves(server: Server, channel: Any) -> None:
+def test_client_that_leaves(server, channel):
     """A call that its client cancels is no longer computed."""
     call = begin(channel, INFER, infer(texts([LONG] * 8), outputs=[{"name": "embeddings"}]))
     call.cancel()
@@ -237,7 +237,7 @@ def test_client_that_leaves(server: Server, channel: Any) -> None:
     assert "Traceback" not in "".join(server.log)
 
 
-def test_keys(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_keys(tiny_bundle, tmp_path):
     """Calls need a key, health checks none; a refused call says when to repeat it."""
     slow, keys = make_key(), tmp_path / "keys.toml"
     keys.write_text(record("slow", slow) + "requests_per_minute = 60\n")
@@ -262,7 +262,7 @@ EMPTY_INPUTS = b"\x2a\0" * 4_000_000
 
 
 @pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
-def test_messages_of_many_fields(tiny_bundle: Path, tmp_path: Path, compression: Any) -> None:
+def test_messages_of_many_fields(tiny_bundle, tmp_path, compression):
     """A message of 8 MB in 8 KB is not inflated for a stranger, and not parsed for a tenant."""
     key, keys = make_key(), tmp_path / "keys.toml"
     keys.write_text(record("tenant", key))
@@ -288,7 +288,7 @@ def test_messages_of_many_fields(tiny_bundle: Path, tmp_path: Path, compression:
         assert send(channel, long, metadata=own).result()
 
 
-def test_calls_without_messages(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_calls_without_messages(tiny_bundle, tmp_path):
     """They end at once without a key, keep no other tenant out with one, and a drain does not wait for them."""
     one, other, keys = make_key(), make_key(), tmp_path / "keys.toml"
     keys.write_text(record("one", one) + record("other", other))
@@ -309,7 +309,7 @@ def test_calls_without_messages(tiny_bundle: Path, tmp_path: Path) -> None:
         assert "Traceback" not in "".join(server.log)
 
 
-def test_a_slow_message(tiny_bundle: Path) -> None:
+def test_a_slow_message(tiny_bundle):
     """A message has the time of a body, and a call without a message is refused."""
     options = ("--grpc-port", 0, "--body-timeout-s", 1)
     with serving(tiny_bundle, *options) as server, channel_to(server) as channel:
@@ -319,14 +319,14 @@ def test_a_slow_message(tiny_bundle: Path) -> None:
         assert "INVALID_ARGUMENT" == send(channel).code().name
 
 
-def test_health(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_health(tiny_bundle, tmp_path):
     """The standard health checks need no key, answer for the server and each service, and report the drain."""
     key, keys = make_key(), tmp_path / "keys.toml"
     keys.write_text(record("tenant", key))
     options = ("--grpc-port", 0, "--api-keys", keys)
     with serving(tiny_bundle, *options) as server, channel_to(server) as channel:
 
-        def status(service: str) -> Any:
+        def status(service):
             asked = ASKED(service=service).SerializeToString()
             return ANSWER.FromString(
                 channel.unary_unary(f"/{HEALTH}/Check")(asked, timeout=60)
@@ -347,7 +347,7 @@ def test_health(tiny_bundle: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", REFLECTION)
-def test_reflection(channel: Any, name: str) -> None:
+def test_reflection(channel, name):
     """A client that knows nothing learns the services, their calls and their messages, and can send a request."""
     asked, answer = (
         class_of(name.replace("ServerReflection", f"ServerReflection{kind}"))
@@ -378,13 +378,13 @@ def test_reflection(channel: Any, name: str) -> None:
     )
 
 
-def test_pings(server: Server) -> None:
+def test_pings(server):
     """A client may send pings every second, also without calls."""
     options = {"keepalive_time_ms": 600, "keepalive_permit_without_calls": 1}
     options |= {"http2.max_pings_without_data": 0}
     named = [(f"grpc.{name}", value) for name, value in options.items()]
     with grpc.insecure_channel(server.grpc_address, options=named) as channel:
-        states: list[Any] = []
+        states = []
         channel.subscribe(states.append, try_to_connect=True)
         begin(channel, "ServerReady", messages.ServerReadyRequest()).result()
         time.sleep(4)
@@ -394,7 +394,7 @@ def test_pings(server: Server) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_drain(tiny_bundle: Path, workers: int) -> None:
+def test_drain(tiny_bundle, workers):
     """From SIGTERM on, accepted calls are answered, and new ones are refused."""
     options = ("--grpc-port", 0, "--http-workers", workers)
     with serving(tiny_bundle, *options) as server, channel_to(server) as channel:
@@ -412,7 +412,7 @@ def test_drain(tiny_bundle: Path, workers: int) -> None:
         assert "Traceback" not in "".join(server.log)
 
 
-def test_busy_port(tiny_bundle: Path, server: Server) -> None:
+def test_busy_port(tiny_bundle, server):
     """A port that another service has ends the start with one line."""
     port = server.url.rpartition(":")[2]
     process = start(tiny_bundle, "--port", "0", "--grpc-port", port)

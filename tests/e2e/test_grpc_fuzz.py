@@ -4,7 +4,6 @@ import os
 import random
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,7 +116,7 @@ def ends(server: Any, chance: random.Random) -> Iterator[str]:
             channel.close()
 
 
-def test_messages_of_any_content(tasks_bundle: Path) -> None:
+def test_messages_of_any_content(tasks_bundle):
     """Each call is answered or refused with a status of its own; no process ends, and nothing unexpected is logged."""
     with serving(tasks_bundle, "--grpc-port", 0) as server:
         before = children(server)

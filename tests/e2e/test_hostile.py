@@ -100,7 +100,7 @@ def embedding(reply: Reply) -> np.ndarray[Any, np.dtype[np.float32]]:
 
 
 @pytest.mark.promise("A hostile request is refused in the usual shape, and does not affect others.")
-def test_a_thousand_hostile_bodies(tiny: Server) -> None:
+def test_a_thousand_hostile_bodies(tiny):
     """Each is refused in the one shape, or answered if there is nothing wrong with it; a good one is always answered.
 
     None is answered 5xx, none is left without an answer, and nothing is logged as our fault.
@@ -111,9 +111,9 @@ def test_a_thousand_hostile_bodies(tiny: Server) -> None:
     expected = embedding(tiny.post("/embed", GOOD))
     seen = len(tiny.log)
     over = threading.Event()
-    differences: list[float] = []
+    differences = []
 
-    def go_on_asking() -> None:
+    def go_on_asking():
         while not over.is_set():
             found = embedding(tiny.post("/embed", GOOD))
             differences.append(float(np.abs(found - expected).max()))
@@ -168,7 +168,7 @@ def locked(tiny_bundle: Path) -> Iterator[Server]:
     "Requests and bodies sent ahead of answers cannot fill the memory, with a key or without."
 )
 @pytest.mark.parametrize("ahead", [0, 99], ids=["control", "ahead"])
-def test_bodies_sent_ahead_take_little_memory(locked: Server, ahead: int) -> None:
+def test_bodies_sent_ahead_take_little_memory(locked, ahead):
     """Clients without a key push endless bodies: alone, and behind requests that are refused."""
     (http_process,) = children(locked)["http"]
     before = resident_mb(http_process)
@@ -223,7 +223,7 @@ def slowest_half(server: Server, size: int, connections: int) -> float:
 
 
 @pytest.mark.promise("A client that sends its body in small chunks slows down itself, not others.")
-def test_small_chunks_slow_down_their_sender(tiny_bundle: Path) -> None:
+def test_small_chunks_slow_down_their_sender(tiny_bundle):
     """Next to one-byte chunks, others wait about as long as next to large chunks; it had been seconds."""
     with serving(tiny_bundle, "--body-timeout-s", 5) as server:
         control, small = (slowest_half(server, size, 20) for size in (16_384, 1))
@@ -235,7 +235,7 @@ LINES_PER_S = 10
 
 
 @pytest.mark.promise("Refused requests cannot fill the log.")
-def test_a_flood_of_refusals_has_few_log_lines(tiny_bundle: Path) -> None:
+def test_a_flood_of_refusals_has_few_log_lines(tiny_bundle):
     """Of thousands of requests without a key, the log has ten lines a second, which count the others."""
     with serving(tiny_bundle, env=environment_with_key()) as server:
         began = time.monotonic()
@@ -281,11 +281,9 @@ def status_of(port: int, method: str, path: str) -> int:
 )
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 @pytest.mark.parametrize("said", BEGINNINGS)
-def test_connections_without_a_request_keep_no_client_out(
-    tiny_bundle: Path, protocol: str, said: str
-) -> None:
+def test_connections_without_a_request_keep_no_client_out(tiny_bundle, protocol, said):
     """Next to more of them than there are places or files: requests, probes and scrapes are answered on new ones."""
-    options: list[str] = []
+    options = []
     if protocol == "grpc":
         pytest.importorskip("grpc")
         options = ["--grpc-port", "0"]
@@ -310,7 +308,7 @@ def test_connections_without_a_request_keep_no_client_out(
 
 
 @pytest.mark.promise("A service that refuses new connections is not ready.")
-def test_a_service_without_places_is_not_ready(tiny_bundle: Path) -> None:
+def test_a_service_without_places_is_not_ready(tiny_bundle):
     """While requests use all connections, a new client gets 503, and so does a readiness probe."""
     with (
         serving(tiny_bundle, "--max-connections", "5", "--metrics-port", "0") as server,
@@ -336,7 +334,7 @@ UNREAD_MB = 160.0  # `UNREAD_BYTES`, what the connections themselves take, and p
 
 
 @pytest.mark.promise("Responses that clients do not read cannot fill the memory.")
-def test_unread_responses_take_little_memory(tiny_bundle: Path) -> None:
+def test_unread_responses_take_little_memory(tiny_bundle):
     """Of clients that read nothing, some are closed at once; one that reads has its page."""
     with serving(tiny_bundle) as server, ExitStack() as stack:
         page = server.get("/openapi.json").body

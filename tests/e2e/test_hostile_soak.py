@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -104,13 +103,7 @@ def many_files() -> Iterator[None]:
 )
 @pytest.mark.timeout(3600)
 @pytest.mark.usefixtures("many_files")
-def test_a_hostile_soak(
-    tiny_bundle: Path,
-    tmp_path: Path,
-    seconds: float,
-    pytestconfig: pytest.Config,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_hostile_soak(tiny_bundle, tmp_path, seconds, pytestconfig, capsys):
     """No wrong answer, no restart, little memory, and a p99 near the control's.
 
     `--seconds 1200` for five rounds of two minutes, each with its control.
@@ -128,7 +121,7 @@ def test_a_hostile_soak(
         rate = HALF * sum(seen_by(clients).values()) / 3.0
         started = children(server)
 
-        def attack(target: int) -> Round:
+        def attack(target):
             options = [str(target), str(each_s), str(SHARE), tenants["hostile"]]
             command = [sys.executable, "-m", "tests.e2e.attackers", *options]
             return next_to_attacks(server, expected, headers, rate, command)

@@ -26,7 +26,7 @@ def results(server: Server, path: str, **body: object) -> Any:
     return server.answer(path, body)["results"]
 
 
-def test_lists(server: Server) -> None:
+def test_lists(server):
     """A list of texts is answered by a list of what each text alone is answered by."""
     path = "/hf/pipeline/"
     labels = {"candidate_labels": "art, weather"}
@@ -59,14 +59,14 @@ def _plain(value: Any) -> Any:
     return [*map(_plain, value)] if isinstance(value, list) else value
 
 
-def test_masks(server: Server) -> None:
+def test_masks(server):
     """A text with several mask tokens has a list of tokens for each."""
     found = server.answer("/hf/pipeline/fill-mask", {"inputs": MASKED[1]})
     assert [5, 5] == [len(tokens) for tokens in found]
     assert {"score", "token", "token_str", "sequence"} == set(found[0][0])
 
 
-def test_ways_to_name_a_task(server: Server) -> None:
+def test_ways_to_name_a_task(server):
     """The path, the head in the path or the body, the parameters, and the inputs name the task."""
     text, masked = {"inputs": TEXTS[0]}, {"inputs": MASKED[0]}
     (labels,) = results(server, "/classify", inputs=TEXTS[0])
@@ -100,7 +100,7 @@ def test_ways_to_name_a_task(server: Server) -> None:
     np.testing.assert_allclose(server.answer("/hf", {"inputs": sentences}), cosines, atol=1e-6)
 
 
-def test_ignored_labels(server: Server) -> None:
+def test_ignored_labels(server):
     """Entities of an ignored label have no result."""
     path, text = "/hf/pipeline/token-classification", " ".join(TEXTS * 8)
     found = server.answer(path, {"inputs": text})
@@ -111,11 +111,11 @@ def test_ignored_labels(server: Server) -> None:
     assert [one for one in found if one["entity_group"] != groups[0]] == kept
 
 
-def test_answer_lengths(server: Server) -> None:
+def test_answer_lengths(server):
     """`max_answer_len` limits the tokens of an answer, `max_question_len` the tokens read of the question."""
     path, long = "/hf/pipeline/question-answering", {**QUESTION, "question": "What rained? " * 8}
 
-    def ask(**parameters: int) -> Any:
+    def ask(**parameters):
         return server.answer(path, {"inputs": long, "parameters": parameters})
 
     assert len(ask(max_answer_len=1, top_k=1)["answer"].split()) == 1
@@ -173,7 +173,7 @@ def test_answer_lengths(server: Server) -> None:
         ("/nothing", {}, 404, "nothing"),
     ],
 )
-def test_errors(server: Server, path: str, more: object, status: int, named: str) -> None:
+def test_errors(server, path, more, status, named):
     """They have the API's form, with our messages."""
     body = {"inputs": "a", **more} if isinstance(more, dict) else more
     response = server.post(f"/hf{path}" if path[:1] in ("", "/") else f"/hf/pipeline/{path}", body)

@@ -37,7 +37,7 @@ def outputs(*names: str) -> list[dict[str, object]]:
     return [{"name": name} for name in names]
 
 
-def test_json(server: Server) -> None:
+def test_json(server):
     """Tensors without binary data are JSON; the response repeats the id, and has the outputs in their order."""
     body = {"id": "7", "inputs": [text()], "outputs": outputs("entities", "embeddings")}
     found = server.answer(INFER, body)
@@ -54,7 +54,7 @@ def test_json(server: Server) -> None:
     np.testing.assert_allclose(np.reshape(vectors["data"], [2, 64]), expected, atol=1e-6)
 
 
-def test_shapes(server: Server) -> None:
+def test_shapes(server):
     """Texts may be a column, as a list of lists, too."""
     expected = server.answer(INFER, {"inputs": [text()], "outputs": outputs("embeddings")})
     for data in (TEXTS, [[one] for one in TEXTS]):
@@ -63,7 +63,7 @@ def test_shapes(server: Server) -> None:
         np.testing.assert_allclose(found, known, atol=1e-6)
 
 
-def test_long_texts(server: Server) -> None:
+def test_long_texts(server):
     """A long text is read in windows, cut, or refused."""
     long = " ".join(TEXTS * 100)
     for truncate in ("window", True, None):
@@ -77,7 +77,7 @@ def test_long_texts(server: Server) -> None:
     assert "text[0]" in refused.json()["error"]
 
 
-def test_large_tensors(server: Server) -> None:
+def test_large_tensors(server):
     """A tensor with far more elements than a request may have is refused before they are read."""
     data = elements(b"") * 2_000_000
     for shape in ([1], [2_000_000]):
@@ -87,7 +87,7 @@ def test_large_tensors(server: Server) -> None:
         assert time.perf_counter() - began < 10
 
 
-def test_timeout(server: Server) -> None:
+def test_timeout(server):
     """`timeout` ends the request early."""
     refused = server.post(INFER, {"inputs": [text()], "parameters": {"timeout": 1}})
     assert refused.status in (429, 504)
@@ -112,7 +112,7 @@ def raw(data: bytes, **fields: object) -> dict[str, object]:
     return {"inputs": [{key: value for key, value in tensor.items() if key != "data"}]}
 
 
-def test_binary(server: Server) -> None:
+def test_binary(server):
     """Some outputs can be binary data, and others JSON."""
     data = elements(*(one.encode() for one in TEXTS))
     wanted = [{"name": "embeddings", "parameters": {"binary_data": True}}, {"name": "topics"}]
@@ -151,9 +151,7 @@ DATA = elements(b"a", b"b")
         (raw(DATA, parameters={"binary_data_size": "10"}), DATA, None, "binary_data_size"),
     ],
 )
-def test_binary_errors(
-    server: Server, header: Any, data: bytes, length: str | None, named: str
-) -> None:
+def test_binary_errors(server, header, data, length, named):
     """Sizes that do not fit are refused."""
     refused = post_binary(server, header, data, length)
     assert (400, ["error"]) == (refused.status, [*refused.json()])
@@ -213,14 +211,14 @@ LENGTHS = {"name": "lengths", "datatype": "INT32", "shape": [2], "data": [2, 2]}
         ({"inputs": [IDS, LENGTHS], "outputs": outputs("entities")}, 400, "entities"),
     ],
 )
-def test_errors(server: Server, body: object, status: int, named: str) -> None:
+def test_errors(server, body, status, named):
     """They have the protocol's form, with our messages."""
     refused = server.post(INFER, body)
     assert (status, ["error"]) == (refused.status, [*refused.json()])
     assert named in refused.json()["error"]
 
 
-def test_pages(server: Server) -> None:
+def test_pages(server):
     """The protocol's descriptions of the server and its models."""
     assert "binary_tensor_data" in server.get("/v2").json()["extensions"]
     assert {"ready": True} == server.get("/v2/health/ready").json()
@@ -240,7 +238,7 @@ def test_pages(server: Server) -> None:
     assert (415, ["error"]) == (refused.status, [*refused.json()])
 
 
-def test_repository(tasks_bundle: Path, tiny_bundle: Path, tmp_path: Path) -> None:
+def test_repository(tasks_bundle, tiny_bundle, tmp_path):
     """Loading and unloading need a key for administration."""
     for bundle in (tasks_bundle, tiny_bundle):
         shutil.copytree(bundle, tmp_path / "models" / bundle.name)
@@ -251,11 +249,11 @@ def test_repository(tasks_bundle: Path, tiny_bundle: Path, tmp_path: Path) -> No
     options = ("--models-dir", tmp_path / "models", "--api-keys", keys)
     with serving(tmp_path / "models" / tasks_bundle.name, *options) as server:
 
-        def post(path: str, key: str, body: object = None) -> Any:
+        def post(path, key, body=None):
             data = b"" if body is None else json.dumps(body).encode()
             return server.send("POST", f"/v2/repository/{path}", data, {"api-key": key})
 
-        def names() -> list[str]:
+        def names():
             return [one["name"] for one in post("index", key).json()]
 
         load, unload = f"models/{tiny_bundle.name}/load", "models/tiny/unload"

@@ -48,7 +48,7 @@ def metrics(server: Server) -> Server:
 @pytest.mark.parametrize(
     ("key", "tenant"), [(KEY, "filed"), (PLAIN, "default")], ids=["of a file", "of a variable"]
 )
-def test_a_key_opens_every_process(locked: Server, key: str, tenant: str) -> None:
+def test_a_key_opens_every_process(locked, key, tenant):
     """Keys of a file and of a variable reach all processes, but no command line; the log has only names of keys."""
     headers = {"Authorization": f"Bearer {key}"}
     statuses = [locked.post("/embed", BODY, headers).status for _ in range(20)]
@@ -60,7 +60,7 @@ def test_a_key_opens_every_process(locked: Server, key: str, tenant: str) -> Non
     assert not any(key in Path(f"/proc/{pid}/cmdline").read_text() for pid in pids)
 
 
-def test_both_ports_are_drained(tiny_bundle: Path) -> None:
+def test_both_ports_are_drained(tiny_bundle):
     """From SIGTERM on, both ports answer the requests in flight and accept no new connection."""
     with serving(tiny_bundle, "--metrics-port", "0", "--http-workers", "2") as server:
         until(lambda: sum('"serving"' in line for line in server.log) == 2, 60)
@@ -83,9 +83,7 @@ def refused(port: int) -> bool:
 
 @pytest.mark.promise("A key that is removed stops working within seconds, without a restart.")
 @pytest.mark.parametrize("workers", ["0", "2"])
-def test_keys_change_while_the_service_runs(
-    workers: str, tiny_bundle: Path, tmp_path: Path
-) -> None:
+def test_keys_change_while_the_service_runs(workers, tiny_bundle, tmp_path):
     """Every process takes the keys of a changed file, keeps them when it breaks, and counts rates on."""
     path = tmp_path / "keys.toml"
     slow, old, new = make_key(), make_key(), make_key()
@@ -94,11 +92,11 @@ def test_keys_change_while_the_service_runs(
     flags = ["--api-keys", path, "--http-workers", workers]
     with serving(tiny_bundle, *flags) as server:
 
-        def answers(key: str) -> list[int]:
+        def answers(key):
             headers = {"Authorization": f"Bearer {key}"}
             return [server.post("/embed", BODY, headers).status for _ in range(20)]
 
-        def statuses(key: str) -> set[int]:
+        def statuses(key):
             return set(answers(key))
 
         assert {200} == statuses(old)
@@ -135,7 +133,7 @@ def test_keys_change_while_the_service_runs(
             assert pids == sorted(chain(*children(server).values()))
 
 
-def test_children_do_not_have_the_key(tiny_bundle: Path) -> None:
+def test_children_do_not_have_the_key(tiny_bundle):
     """The environment of the other processes is readable for their user, and has no key."""
     env = {**os.environ, "QUARTET_API_KEY": make_key(), "QUARTET_MAX_WAIT_MS": "0"}
     with serving(tiny_bundle, env=env) as server:

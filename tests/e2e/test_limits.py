@@ -80,14 +80,14 @@ def assert_error(error: dict[str, Any], code: str, param: str | None = None) -> 
 
 
 @pytest.mark.promise("The work of a client that leaves is dropped.")
-def test_client_that_leaves_takes_its_work_along(still: Server) -> None:
+def test_client_that_leaves_takes_its_work_along(still):
     """What a client has queued is dropped when it disconnects, long before its batch would have run."""
     with waiting(still, 1) as tokens:
         assert tokens > 60
     assert 0 == queued(still)
 
 
-def test_overload(still: Server) -> None:
+def test_overload(still):
     """A request that the queue has no room for now is refused, and told when to come back."""
     before = rejected(still, "overloaded")
     with waiting(still, 2):
@@ -98,7 +98,7 @@ def test_overload(still: Server) -> None:
     assert before + 1 == rejected(still, "overloaded")
 
 
-def test_never_enough_room(still: Server) -> None:
+def test_never_enough_room(still):
     """One that an empty queue could not hold is refused for good."""
     reply = still.post("/embed", {"inputs": [samples.text(200, seed=2)] * 2})
     assert (413, None) == (reply.status, reply.headers.get("retry-after"))
@@ -108,7 +108,7 @@ def test_never_enough_room(still: Server) -> None:
 @pytest.mark.promise(
     "A deadline that passes in the queue is answered at once, and nothing is computed for it."
 )
-def test_deadline(still: Server) -> None:
+def test_deadline(still):
     """A request that its batch keeps waiting beyond its time is answered 504, and leaves the queue."""
     before = computed(still)
     with stopped(still):  # or it would compute what it held, just in time
@@ -120,7 +120,7 @@ def test_deadline(still: Server) -> None:
 
 
 @pytest.mark.promise("A slow client cannot hold a worker.")
-def test_slow_body(still: Server) -> None:
+def test_slow_body(still):
     """A body that does not come is given up, and so is its connection."""
     with closing(socket.create_connection(("127.0.0.1", still.port), timeout=20)) as client:
         client.sendall(b"POST /embed HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n")

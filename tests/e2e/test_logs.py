@@ -117,15 +117,13 @@ LOGS = {"full": full_file, "closed": no_reader, "idle": idle_reader}
 
 @pytest.mark.promise("A log that cannot be written loses its lines, but no request.")
 @pytest.mark.parametrize("log", LOGS)
-def test_a_log_that_cannot_be_written_costs_no_request(
-    tiny_bundle: Path, tmp_path: Path, log: str
-) -> None:
+def test_a_log_that_cannot_be_written_costs_no_request(tiny_bundle, tmp_path, log):
     """Requests are answered once, a dead process is replaced, and SIGTERM drains what was accepted."""
     with LOGS[log](tiny_bundle, tmp_path) as (server, _):
         assert [200] * 5 == [server.post("/classify", {"inputs": "a"}).status for _ in range(5)]
         kill_inference(server)
         until(lambda: server.get("/health/ready").status == 200, START_S)
-        replies: list[int] = []
+        replies = []
         asking = [
             threading.Thread(target=lambda: replies.append(server.post("/embed", WORK).status))
             for _ in range(4)

@@ -4,12 +4,10 @@ import http.client
 import json
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 from tests import samples
-from tests.e2e.conftest import Server
 
 pytestmark = pytest.mark.e2e
 
@@ -17,7 +15,7 @@ MANY = 1000
 
 
 @pytest.mark.promise("A request with a thousand texts does not delay other requests.")
-def test_a_thousand_texts_hold_up_nobody(tiny: Server, tiny_bundle: Path) -> None:
+def test_a_thousand_texts_hold_up_nobody(tiny, tiny_bundle):
     """A single text that comes behind a thousand is answered before they are, and each gets its own answer."""
     texts = [samples.text(60 + number % 40, seed=number) for number in range(MANY)]
     connection = http.client.HTTPConnection("127.0.0.1", tiny.port, timeout=60)
@@ -27,7 +25,7 @@ def test_a_thousand_texts_hold_up_nobody(tiny: Server, tiny_bundle: Path) -> Non
     lines = [json.loads(answer.readline())]
     ended = []
 
-    def read() -> None:
+    def read():
         lines.extend(json.loads(text) for text in answer)
         ended.append(time.monotonic())
 

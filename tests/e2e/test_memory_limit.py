@@ -43,7 +43,7 @@ def cgroup() -> Iterator[Path]:
     pytest.skip("no cgroup with a memory limit can be made here")
 
 
-def test_a_service_without_memory_says_so(mini_bundle: Path, cgroup: Path, tmp_path: Path) -> None:
+def test_a_service_without_memory_says_so(mini_bundle, cgroup, tmp_path):
     """Each kill of its inference process, which is started again, is reported with limit and peak.
 
     The bundle does not state its memory: the service refuses to start one that does.

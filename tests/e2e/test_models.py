@@ -8,7 +8,7 @@ import shutil
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -20,7 +20,7 @@ import pytest
 from service.core import bundle
 from service.keys import make_key, record
 from tests.e2e.calls import calls, embed_calls, same_answer
-from tests.e2e.clients import LoneAnswers, lone_answers
+from tests.e2e.clients import lone_answers
 from tests.e2e.conftest import Reply, Server, serving, until
 from tests.e2e.test_processes import children, readiness
 from tests.versions import answer_goldens, read_manifest, restate, save_version
@@ -135,11 +135,11 @@ def hammering(at: Desk, clients: int = 3) -> Iterator[list[Client]]:
     "No request fails because of a swap, and the response names the one version that computed the request."
 )
 @pytest.mark.parametrize(("workers", "swaps"), [(1, 20), (0, 4), (2, 4)])
-def test_swaps_under_load(tiny_bundle: Path, tmp_path: Path, workers: int, swaps: int) -> None:
+def test_swaps_under_load(tiny_bundle, tmp_path, workers, swaps):
     """No request fails in any dialect; each is answered by one version, and as that version answers alone."""
     with desk(tiny_bundle, tmp_path, workers=workers) as at:
 
-        def answers_of(model: str) -> LoneAnswers:
+        def answers_of(model):
             return lone_answers(at.server, model, at.client, CALLS)
 
         alone = {"tiny@1": answers_of("tiny@1")}
@@ -192,11 +192,11 @@ class Held:
 
 @pytest.mark.promise("Memory after fifty swaps equals memory before.")
 @pytest.mark.parametrize("workers", [1, 0])
-def test_swaps_take_no_memory(tiny_bundle: Path, tmp_path: Path, workers: int) -> None:
+def test_swaps_take_no_memory(tiny_bundle, tmp_path, workers):
     """Nor threads, nor files: fifty later there are as many as when the first two versions were there."""
     with desk(tiny_bundle, tmp_path, workers=workers) as at:
 
-        def swap(version: int) -> None:
+        def swap(version):
             at.load(at.save(str(version)))
             assert f"tiny@{version}" == at.vector("tiny")[0]
             until(lambda: len(at.states()) == 2)
@@ -221,7 +221,7 @@ def at(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.mark.promise("`name@version` selects exactly that version, or returns 404.")
-def test_versions_can_be_pinned(at: Desk) -> None:
+def test_versions_can_be_pinned(at):
     """A request that names a version is answered by that version or gets 404."""
     at.load(at.save("pin-1"))
     at.load(at.save("pin-2"))
@@ -263,9 +263,7 @@ def break_the_tokenizer(folder: Path) -> None:
         (break_the_tokenizer, "the tokenizer cannot be read"),
     ],
 )
-def test_what_must_not_be_served_is_refused(
-    at: Desk, breaking: Callable[[Path], None], said: str
-) -> None:
+def test_what_must_not_be_served_is_refused(at, breaking, said):
     """The response has the reason; the current version keeps serving."""
     before, states = at.vector("tiny"), at.states()
     breaking(at.models_dir / at.save("bad"))
@@ -277,9 +275,7 @@ def test_what_must_not_be_served_is_refused(
 
 
 @pytest.mark.parametrize("workers", [1, 0])
-def test_what_lies_in_a_directory_is_served(
-    tiny_bundle: Path, tmp_path: Path, workers: int
-) -> None:
+def test_what_lies_in_a_directory_is_served(tiny_bundle, tmp_path, workers):
     """It comes, is replaced and goes without an order, and without a failed request."""
     with desk(tiny_bundle, tmp_path, "--watch-s", "0.05", workers=workers) as at:
         with hammering(at, clients=1) as (client,):
@@ -295,9 +291,7 @@ def test_what_lies_in_a_directory_is_served(
 
 
 @pytest.mark.parametrize("workers", [1, 0])
-def test_a_version_is_compared_before_it_is_promoted(
-    tiny_bundle: Path, tmp_path: Path, workers: int
-) -> None:
+def test_a_version_is_compared_before_it_is_promoted(tiny_bundle, tmp_path, workers):
     """The candidate gets mirrored requests and sends no response; the share of changed results decides."""
     with desk(tiny_bundle, tmp_path, workers=workers) as at:
         at.save("same")
@@ -308,18 +302,18 @@ def test_a_version_is_compared_before_it_is_promoted(
         answer_goldens(at.models_dir / "same")
         at.save("other")
 
-        def shadow(version: str) -> Any:
+        def shadow(version):
             """What the figures are when it has got copies of some requests."""
             at.load(version, shadow=1.0)
             before = at.vector("tiny@1")
             until(lambda: before == at.vector("tiny") and compared(version) >= 5)
             return at.models()[f"tiny@{version}"]
 
-        def compared(version: str) -> int:
+        def compared(version):
             counts = at.models()[f"tiny@{version}"]["compared"].get("embeddings", {})
             return int(counts.get("same", 0) + counts.get("changed", 0))
 
-        def promote(version: str, **said: object) -> Reply:
+        def promote(version, **said):
             return at.order("POST", f"/admin/models/tiny@{version}/promote", said)
 
         told = shadow("other")
@@ -341,9 +335,7 @@ def test_a_version_is_compared_before_it_is_promoted(
 
 
 @pytest.mark.promise("A new inference process serves the models that the lost one served.")
-def test_a_lost_inference_process_serves_again_what_it_served(
-    tiny_bundle: Path, tmp_path: Path
-) -> None:
+def test_a_lost_inference_process_serves_again_what_it_served(tiny_bundle, tmp_path):
     """The swapped set, not that of the command line; without what has become unreadable meanwhile."""
     with desk(tiny_bundle, tmp_path, workers=2) as at:
         at.load(at.save("2"))
@@ -361,9 +353,7 @@ def test_a_lost_inference_process_serves_again_what_it_served(
         assert "tiny@4" == at.vector(None)[0]
 
 
-def test_an_http_process_that_starts_later_serves_the_same(
-    tiny_bundle: Path, tmp_path: Path
-) -> None:
+def test_an_http_process_that_starts_later_serves_the_same(tiny_bundle, tmp_path):
     """Even what is on no disk any more."""
     with desk(tiny_bundle, tmp_path) as at:
         at.load(at.save("2"))

@@ -7,7 +7,7 @@ gets alone.
 import asyncio
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,9 +101,7 @@ def capacity(server: Server, sent: Traffic) -> float:
 @pytest.mark.promise(
     "Under overload, the service refuses requests early with an error code of its own, at almost no cost."
 )
-def test_a_flood_is_answered_or_refused(
-    impatient: Server, seconds: float, limit_s: Callable[[float], float]
-) -> None:
+def test_a_flood_is_answered_or_refused(impatient, seconds, limit_s):
     """At ten times its capacity, the service answers accepted requests in time and returns no 500."""
     sent = traffic(impatient)
     rate = capacity(impatient, sent)
@@ -115,7 +113,7 @@ def test_a_flood_is_answered_or_refused(
         patience_s=20,
         on_answer=sent.on_answer,
     )
-    found: Measured = uvloop.run(flood)
+    found = uvloop.run(flood)
     check(found, rate)
     sent.check_answers()
     text = {"inputs": "a single text"}
@@ -123,14 +121,14 @@ def test_a_flood_is_answered_or_refused(
 
 
 @pytest.mark.promise("Clients that retry at once after a refusal gain nothing.")
-def test_insistence_buys_nothing(impatient: Server, seconds: float) -> None:
+def test_insistence_buys_nothing(impatient, seconds):
     """Hundreds of connections that never wait: the service goes on at its rate."""
     sent = traffic(impatient)
     rate = capacity(impatient, sent)
     crowd = closed_loop(
         impatient.port, sent.requests, CROWD, seconds, retry=True, on_answer=sent.on_answer
     )
-    found: Measured = uvloop.run(crowd)
+    found = uvloop.run(crowd)
     check(found, rate)
     sent.check_answers()
 
@@ -163,7 +161,7 @@ def beside(
 
 
 @pytest.mark.promise("A flood of bulk requests delays interactive ones by a batch at most.")
-def test_a_flood_of_bulk_does_not_hold_up_the_others(mini_bundle: Path, seconds: float) -> None:
+def test_a_flood_of_bulk_does_not_hold_up_the_others(mini_bundle, seconds):
     """Interactive texts take a few batches' time while bulk, accepted to the brim, takes seconds."""
     with serving(mini_bundle, "--deadline-ms", 2 * DEADLINE_MS) as server:
         crowd, alone = beside(server, traffic(server, x_priority="bulk"), traffic(server), seconds)
@@ -171,9 +169,7 @@ def test_a_flood_of_bulk_does_not_hold_up_the_others(mini_bundle: Path, seconds:
 
 
 @pytest.mark.promise("A flood on one model delays another by a batch at most.")
-def test_a_flood_on_one_model_does_not_hold_up_another(
-    mini_bundle: Path, tmp_path: Path, seconds: float
-) -> None:
+def test_a_flood_on_one_model_does_not_hold_up_another(mini_bundle, tmp_path, seconds):
     """The other one's texts go next, and are never refused."""
     other = tmp_path / "other"
     shutil.copytree(mini_bundle, other)

@@ -104,7 +104,7 @@ def watch(page: Page) -> tuple[list[str], list[str]]:
     return requested, complaints
 
 
-def test_page_loads_alone_and_in_silence(browser: Browser, server_url: str) -> None:
+def test_page_loads_alone_and_in_silence(browser, server_url):
     """Loading the pages asks no other origin for anything and logs no error or violation."""
     page = browser.new_page()
     requested, complaints = watch(page)
@@ -134,12 +134,12 @@ def test_documentation_page_follows_dark_mode(
 
 
 @pytest.mark.parametrize("prefix", ["", "/models/one"])
-def test_documentation_page_sends_a_request(browser: Browser, server_url: str, prefix: str) -> None:
+def test_documentation_page_sends_a_request(browser, server_url, prefix):
     """`Try it out` calls a route and shows the response, also behind a path prefix, and calls no other server."""
     page = browser.new_page()
     requested, complaints = watch(page)
 
-    def forward(route: Any) -> None:
+    def forward(route):
         path = urlsplit(route.request.url).path.removeprefix(prefix)
         route.fulfill(response=route.fetch(url=server_url + path))
 
@@ -162,7 +162,7 @@ def test_documentation_page_sends_a_request(browser: Browser, server_url: str, p
     assert (origins, complaints) == ({urlsplit(server_url)[:2]}, [])
 
 
-def test_classify_draws_a_bar_for_every_label(page: Page) -> None:
+def test_classify_draws_a_bar_for_every_label(page):
     """Each label of the answer has a row whose bar is as long as its score, best first."""
     labels = run(page, "classify", inputs="A warm and generous film.")["results"][0]
     widths = page.locator("#classify .bar-fill").evaluate_all(
@@ -173,7 +173,7 @@ def test_classify_draws_a_bar_for_every_label(page: Page) -> None:
 
 
 @pytest.mark.parametrize("box", ["classify", "entities", "answers", "similarity"])
-def test_measures_follow_each_call(page: Page, box: str) -> None:
+def test_measures_follow_each_call(page, box):
     """Latency, the service's share, the batch, the tokens read and the model are shown."""
     run(page, box)
     shown = page.locator(f"#{box} .facts > div").evaluate_all(
@@ -183,7 +183,7 @@ def test_measures_follow_each_call(page: Page, box: str) -> None:
     assert ([name for name, _ in shown], unlike) == (list(MEASURES), [])
 
 
-def test_entities_are_marked_within_the_text(page: Page) -> None:
+def test_entities_are_marked_within_the_text(page):
     """The whole text is shown, and the marks hold exactly the spans that the service named, also after emoji."""
     text = "🚀👨‍👩‍👧 Angela Merkel 🎉 met the board of Siemens in Berlin."
     entities = run(page, "entities", inputs=text)["results"][0]
@@ -194,7 +194,7 @@ def test_entities_are_marked_within_the_text(page: Page) -> None:
     assert texts(page, "#entities .prose") == [text]
 
 
-def test_best_answer_is_marked_in_the_context(page: Page) -> None:
+def test_best_answer_is_marked_in_the_context(page):
     """Answers are listed best first, the first is marked in its context."""
     context = "🌊 The harbour was dug in 1850. The lighthouse was built in 1861 by Ines Valdor."
     question = "When was the lighthouse built?"
@@ -204,7 +204,7 @@ def test_best_answer_is_marked_in_the_context(page: Page) -> None:
     assert texts(page, "#answers mark.answer") == [answers[0]["answer"]]
 
 
-def test_choosing_another_answer_moves_the_mark(page: Page) -> None:
+def test_choosing_another_answer_moves_the_mark(page):
     """Answers may overlap, so the context marks one at a time: the one that is pressed."""
     answers = run(page, "answers")["results"][0]
     page.locator("#answers .choice").last.click()
@@ -220,7 +220,7 @@ def masked_url(masked_bundle: Path, tiny_bundle: Path) -> Iterator[str]:
         yield server.url
 
 
-def test_masks_are_filled_in(browser: Browser, masked_url: str) -> None:
+def test_masks_are_filled_in(browser, masked_url):
     """Each mask token has a bar for each of its tokens; a single one has the text with the best token, too.
 
     The box is hidden while a model without a fill-mask head is selected.
@@ -241,7 +241,7 @@ def test_masks_are_filled_in(browser: Browser, masked_url: str) -> None:
     page.close()
 
 
-def test_weights_are_sorted(browser: Browser, tasks_bundle: Path) -> None:
+def test_weights_are_sorted(browser, tasks_bundle):
     """The largest weights of a text's tokens have a bar each; heads of all vectors can rank documents."""
     page = browser.new_page()
     with serving(tasks_bundle) as server:
@@ -258,11 +258,11 @@ def test_weights_are_sorted(browser: Browser, tasks_bundle: Path) -> None:
     page.close()
 
 
-def test_the_mask_token_is_that_of_the_model(browser: Browser, masked_url: str) -> None:
+def test_the_mask_token_is_that_of_the_model(browser, masked_url):
     """Examples are written with the mask token that the service reports, and a text follows a change of it."""
     page = browser.new_page()
 
-    def rename(route: Any) -> None:
+    def rename(route):
         body = route.fetch().json()
         body["models"][0]["heads"]["masks"]["mask_token"] = "<mask>"
         route.fulfill(json=body)
@@ -276,7 +276,7 @@ def test_the_mask_token_is_that_of_the_model(browser: Browser, masked_url: str) 
     page.close()
 
 
-def test_similarity_ranks_the_others_by_cosine(page: Page) -> None:
+def test_similarity_ranks_the_others_by_cosine(page):
     """Every sentence but the first has a bar; a copy of the first comes out on top, at one."""
     sentences = ["The sea is calm.", "Bread is baked at dawn.", "The sea is calm."]
     run(page, "similarity", inputs="\n".join(sentences))
@@ -285,7 +285,7 @@ def test_similarity_ranks_the_others_by_cosine(page: Page) -> None:
     assert texts(page, "#similarity .bar-score")[0] == "1.000"
 
 
-def test_rerank_shows_the_documents_in_order(page: Page) -> None:
+def test_rerank_shows_the_documents_in_order(page):
     """The documents stand by falling score, with the head that scored them."""
     expect(page.locator("#zero-shot")).to_be_hidden()  # no head was trained on entailment
     answer = run(page, "rerank", query="Who drew it?", documents="Ada drew a comet.\n\nIt rained.")
@@ -294,7 +294,7 @@ def test_rerank_shows_the_documents_in_order(page: Page) -> None:
     assert answer["head"] in texts(page, "#rerank [data-fact=model] dd")[0]
 
 
-def test_analyze_shows_every_head(page: Page) -> None:
+def test_analyze_shows_every_head(page):
     """Each head has a part of its own: labels, marked entities, or the size of a vector."""
     answer = run(page, "analyze", inputs="Ada drew a comet in Turin.")
     assert texts(page, "#analyze h3") == answer["heads"]
@@ -303,7 +303,7 @@ def test_analyze_shows_every_head(page: Page) -> None:
     assert texts(page, "#analyze .of-head:first-child .bar-label") == labels
 
 
-def test_tokens_are_shown(page: Page) -> None:
+def test_tokens_are_shown(page):
     """Each token of the answer is shown, and how many the model reads."""
     answer = run(page, "tokenize", inputs="Ada drew a comet.")
     (found,) = answer["results"]
@@ -312,9 +312,7 @@ def test_tokens_are_shown(page: Page) -> None:
     assert texts(page, "#tokenize .summary") == [summary]
 
 
-def test_prompts_of_a_head_may_be_chosen(
-    browser: Browser, server_url: str, tiny_bundle: Path, tmp_path: Path
-) -> None:
+def test_prompts_of_a_head_may_be_chosen(browser, server_url, tiny_bundle, tmp_path):
     """The box offers the prompts of a head that has one with a text, and sends the chosen name."""
     folder = shutil.copytree(tiny_bundle, tmp_path / "prompted")
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -343,7 +341,7 @@ def test_prompts_of_a_head_may_be_chosen(
     assert default == chosen[0] != chosen[1]
 
 
-def test_missing_question_is_answered_in_place(page: Page) -> None:
+def test_missing_question_is_answered_in_place(page):
     """The service's own error is shown in the box, and the field at fault is marked."""
     error = run(page, "answers", question="")["error"]
     shown = page.locator("#answers .error")
@@ -352,7 +350,7 @@ def test_missing_question_is_answered_in_place(page: Page) -> None:
     expect(page.locator("#answers-question")).to_have_attribute("aria-invalid", "true")
 
 
-def test_overload_says_when_to_retry(page: Page) -> None:
+def test_overload_says_when_to_retry(page):
     """`Retry-After` becomes a sentence."""
     error = {"code": "overloaded", "message": "The queue is full.", "param": None}
     body = json.dumps({"error": error})
@@ -362,20 +360,20 @@ def test_overload_says_when_to_retry(page: Page) -> None:
     expect(page.locator("#classify .error")).to_contain_text(expected)
 
 
-def test_unreachable_service_is_said_in_place(page: Page) -> None:
+def test_unreachable_service_is_said_in_place(page):
     """A failed connection is an error like any other."""
     page.route("**/embed", lambda route: route.abort())
     page.click("#similarity .run")
     expect(page.locator("#similarity .error")).to_contain_text("could not be reached")
 
 
-def test_control_enter_runs_the_box(page: Page) -> None:
+def test_control_enter_runs_the_box(page):
     """The keyboard is enough."""
     page.locator("#classify-inputs").press("Control+Enter")
     expect(page.locator("#classify .bar-row").first).to_be_visible()
 
 
-def test_example_fills_the_fields_and_the_curl_command(page: Page) -> None:
+def test_example_fills_the_fields_and_the_curl_command(page):
     """One click fills a box; the command shown is the request that Run would send."""
     page.locator("#answers .example").nth(1).click()
     question = page.input_value("#answers-question")
@@ -387,7 +385,7 @@ def test_example_fills_the_fields_and_the_curl_command(page: Page) -> None:
     assert f"-d '{sent.value.post_data}'" in command
 
 
-def test_task_without_a_head_is_disabled(browser: Browser, server_url: str) -> None:
+def test_task_without_a_head_is_disabled(browser, server_url):
     """A model offers the tasks of its heads; the other boxes say that it has none."""
     heads = {
         "sentiment": {"task": "classification"},
@@ -417,9 +415,7 @@ def test_task_without_a_head_is_disabled(browser: Browser, server_url: str) -> N
         ),
     ],
 )
-def test_terms_of_the_data_are_shown(
-    browser: Browser, server_url: str, use: str, by_head: dict[str, str], shown: str
-) -> None:
+def test_terms_of_the_data_are_shown(browser, server_url, use, by_head, shown):
     """Whether the data of the model that is asked may be used commercially, and if not, which may not."""
     page = browser.new_page()
     terms = {"commercial_use": use, "commercial_use_by_head": by_head}
@@ -434,7 +430,7 @@ def test_terms_of_the_data_are_shown(
     page.close()
 
 
-def test_a_service_with_keys_asks_for_one(browser: Browser, locked: Locked) -> None:
+def test_a_service_with_keys_asks_for_one(browser, locked):
     """The page takes a key, sends it with every call, and shows it in no command."""
     page = browser.new_page()
     page.goto(locked.url)
@@ -451,7 +447,7 @@ def test_a_service_with_keys_asks_for_one(browser: Browser, locked: Locked) -> N
     page.close()
 
 
-def test_a_key_is_kept_for_the_tab_alone(browser: Browser, locked: Locked) -> None:
+def test_a_key_is_kept_for_the_tab_alone(browser, locked):
     """A reload needs no key again; another tab does."""
     context = browser.new_context()
     page, other = context.new_page(), context.new_page()
@@ -467,7 +463,7 @@ def test_a_key_is_kept_for_the_tab_alone(browser: Browser, locked: Locked) -> No
     context.close()
 
 
-def test_a_wrong_key_is_said_in_place(browser: Browser, locked: Locked) -> None:
+def test_a_wrong_key_is_said_in_place(browser, locked):
     """The page shows the service's error, and accepts another key."""
     page = browser.new_page()
     page.goto(locked.url)
@@ -480,7 +476,7 @@ def test_a_wrong_key_is_said_in_place(browser: Browser, locked: Locked) -> None:
     page.close()
 
 
-def test_a_service_without_keys_asks_for_none(page: Page) -> None:
+def test_a_service_without_keys_asks_for_none(page):
     """The field is there only where it is needed."""
     expect(page.locator("#key-form")).to_be_hidden()
     expect(page.locator("nav [href=metrics]")).to_be_visible()
@@ -506,7 +502,7 @@ def pages(tmp_path: Path) -> Iterator[int]:
         server.shutdown()
 
 
-def test_a_page_of_another_origin(browser: Browser, pages: int, tiny_bundle: Path) -> None:
+def test_a_page_of_another_origin(browser, pages, tiny_bundle):
     """A page calls the service as OpenAI's JavaScript client does if its origin is listed, and else cannot."""
     headers = {
         "Authorization": "Bearer none",

@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -43,9 +42,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.promise("A dead process is detected within a second, logged, and replaced.")
-def test_a_killed_inference_process_is_replaced(
-    tiny_bundle: Path, limit_s: Callable[[float], float]
-) -> None:
+def test_a_killed_inference_process_is_replaced(tiny_bundle, limit_s):
     """HTTP lives on: readiness says no at once, requests fail by name, and soon all is as before."""
     body = {"inputs": ["Ada drew a comet."]}
     with serving(tiny_bundle) as server:
@@ -70,7 +67,7 @@ def held(server: Server) -> bool:
 
 
 @pytest.mark.promise("Requests of a dead inference process are computed again, once.")
-def test_requests_under_way_are_asked_again(tiny: Server, tiny_bundle: Path) -> None:
+def test_requests_under_way_are_asked_again(tiny, tiny_bundle):
     """The successor answers the requests of a dead process; clients only see a longer response time."""
     texts = [samples.text(60, seed=seed) for seed in range(4)]
     bodies = [{"inputs": text} for text in texts]
@@ -89,7 +86,7 @@ def test_requests_under_way_are_asked_again(tiny: Server, tiny_bundle: Path) -> 
 @pytest.mark.promise(
     "A request that is lost twice fails with its own error code, and no other request fails."
 )
-def test_what_is_lost_twice_fails_by_name(tiny_bundle: Path) -> None:
+def test_what_is_lost_twice_fails_by_name(tiny_bundle):
     """A request has two attempts; after them it fails, and the service continues."""
     body = {"inputs": [samples.text(60 + number % 40, seed=number) for number in range(1000)]}
     with serving(tiny_bundle, *SLOWLY) as server, ThreadPoolExecutor(1) as clients:
@@ -104,7 +101,7 @@ def test_what_is_lost_twice_fails_by_name(tiny_bundle: Path) -> None:
         assert server.answer("/embed", {"inputs": "Ada drew a comet."})
 
 
-def test_a_deadline_holds_without_an_inference_process(tiny_bundle: Path) -> None:
+def test_a_deadline_holds_without_an_inference_process(tiny_bundle):
     """A request that waits for a successor waits no longer than its deadline; here no successor comes."""
     body, patience = {"inputs": "Ada drew a comet."}, {"X-Request-Timeout-Ms": "4000"}
     with serving(tiny_bundle, "--max-wait-ms", "20000") as server, ThreadPoolExecutor(1) as clients:
@@ -122,7 +119,7 @@ def test_a_deadline_holds_without_an_inference_process(tiny_bundle: Path) -> Non
     assert (504, "deadline_exceeded") == (reply.status, reply.json()["error"]["code"])
 
 
-def test_a_drain_answers_requests_of_a_dead_process(tiny_bundle: Path) -> None:
+def test_a_drain_answers_requests_of_a_dead_process(tiny_bundle):
     """Inference is started again while the service drains, for what was accepted is to be answered."""
     body = {"inputs": samples.text(60, seed=1)}
     with serving(tiny_bundle, "--max-wait-ms", "20000") as server, ThreadPoolExecutor(1) as clients:
@@ -139,7 +136,7 @@ def test_a_drain_answers_requests_of_a_dead_process(tiny_bundle: Path) -> None:
 
 @pytest.mark.promise("A process that hangs is replaced like a dead one.")
 @pytest.mark.exclusive
-def test_a_stopped_inference_process_is_replaced(tiny: Server, tiny_bundle: Path) -> None:
+def test_a_stopped_inference_process_is_replaced(tiny, tiny_bundle):
     """A process that does nothing is killed after `hang_s`; its successor answers its requests."""
     body = {"inputs": samples.text(60, seed=1)}
     options = ["--hang-s", "1", "--max-wait-ms", "20000"]
@@ -158,7 +155,7 @@ def test_a_stopped_inference_process_is_replaced(tiny: Server, tiny_bundle: Path
 
 @pytest.mark.promise("An HTTP process that hangs is replaced.")
 @pytest.mark.exclusive
-def test_a_stopped_http_process_is_replaced(tiny_bundle: Path) -> None:
+def test_a_stopped_http_process_is_replaced(tiny_bundle):
     """The listener stays open: the successor answers a client that connects meanwhile."""
     with serving(tiny_bundle, "--hang-s", "1") as server:
         (inference,), (http,) = children(server).values()
@@ -169,7 +166,7 @@ def test_a_stopped_http_process_is_replaced(tiny_bundle: Path) -> None:
 
 
 @pytest.mark.exclusive
-def test_time_of_a_suspended_machine_does_not_count(tiny_bundle: Path) -> None:
+def test_time_of_a_suspended_machine_does_not_count(tiny_bundle):
     """When all stood still, and the children wake up after the main process, none is killed."""
     with serving(tiny_bundle, "--hang-s", "5") as server:
         before = children(server)
@@ -185,7 +182,7 @@ def test_time_of_a_suspended_machine_does_not_count(tiny_bundle: Path) -> None:
         assert server.answer("/embed", {"inputs": "Ada drew a comet."})
 
 
-def test_several_http_processes_share_one_inference_process(tiny_bundle: Path) -> None:
+def test_several_http_processes_share_one_inference_process(tiny_bundle):
     """All answer alike, one page counts for all, and one that dies is replaced."""
     texts = [samples.text(20, seed=seed) for seed in range(60)]
     with serving(tiny_bundle, "--http-workers", "3") as server:
@@ -205,9 +202,9 @@ def test_several_http_processes_share_one_inference_process(tiny_bundle: Path) -
         assert 3 == len(children(server)["http"])
 
 
-def test_a_signal_to_all_at_once_is_a_drain(tiny_bundle: Path) -> None:
+def test_a_signal_to_all_at_once_is_a_drain(tiny_bundle):
     """An init system may signal every process: the children wait for the main one, and nothing is lost."""
-    statuses: list[int] = []
+    statuses = []
     with serving(tiny_bundle, *SLOWLY) as server:
         pids = [pid for found in children(server).values() for pid in found]
         body = {"inputs": [samples.text(200, seed=seed) for seed in range(100)]}
@@ -221,7 +218,7 @@ def test_a_signal_to_all_at_once_is_a_drain(tiny_bundle: Path) -> None:
     assert [200] * 8 == statuses
 
 
-def test_what_cannot_be_opened_again_is_tried_again(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_opened_again_is_tried_again(tiny_bundle, tmp_path):
     """A service that has served does not end while its bundle is missing: it logs this, and tries again."""
     path, away = shutil.copytree(tiny_bundle, tmp_path / "tiny"), tmp_path / "away"
     with serving(path) as server:
@@ -237,13 +234,13 @@ def test_what_cannot_be_opened_again_is_tried_again(tiny_bundle: Path, tmp_path:
         until(lambda: any("cannot start" in line for line in server.log))
 
 
-def test_the_first_scrape_has_every_series(tiny_bundle: Path) -> None:
+def test_the_first_scrape_has_every_series(tiny_bundle):
     """Routes are known to HTTP processes, models to the inference process; the page has both, at zero."""
     count = 'quartet_request_duration_seconds_count{model="tiny@1",route="/embed",status="200"}'
     stage = 'quartet_stage_seconds_count{model="tiny@1",stage="serialise"}'
     with serving(tiny_bundle, "--http-workers", "2") as server:
 
-        def told(times: int) -> bool:
+        def told(times):
             page = server.get("/metrics").body.decode()
             return all(f"{name} {times}.0" in page for name in (count, stage))
 
@@ -260,13 +257,13 @@ def wait_ready(server: Server) -> None:
 @pytest.mark.promise(
     "A flood of connections blocks neither health checks nor a new inference process."
 )
-def test_a_flood_of_connections(tiny_bundle: Path) -> None:
+def test_a_flood_of_connections(tiny_bundle):
     """While it lasts, probes are answered, and an inference process that is lost is replaced and connected."""
     flooding = threading.Event()
     flooding.set()
 
-    def flood(port: int) -> None:
-        mine: deque[socket.socket] = deque()
+    def flood(port):
+        mine = deque()
         while flooding.is_set():
             with suppress(OSError):
                 mine.append(socket.create_connection(("127.0.0.1", port), timeout=2))
@@ -312,7 +309,7 @@ def get_ready(port: int) -> int:
     ("workers", "closed"),
     [("1", "0<&-"), ("1", "1>&-"), ("1", "2>&-"), ("1", "0<&- 1>&- 2>&-"), ("0", "0<&- 1>&- 2>&-")],
 )
-def test_a_start_without_standard_descriptors(tiny_bundle: Path, closed: str, workers: str) -> None:
+def test_a_start_without_standard_descriptors(tiny_bundle, closed, workers):
     """A daemon may start the service with any of them closed: it serves, and drains."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

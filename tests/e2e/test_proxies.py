@@ -11,7 +11,7 @@ import ssl
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,7 +211,7 @@ def proxy(
         yield proxy
 
 
-def test_answers_come_over_tls(proxy: Proxy) -> None:
+def test_answers_come_over_tls(proxy):
     """A client that checks the proxy's certificate gets the service's answer, compressed if it accepts that."""
     reply = proxy.post("/embed", BODY)
     assert (200, 2) == (reply.status, len(reply.json()["embeddings"][0]))
@@ -221,7 +221,7 @@ def test_answers_come_over_tls(proxy: Proxy) -> None:
     assert 64 == len(json.loads(gzip.decompress(packed.body))["embeddings"])
 
 
-def test_request_ids_are_passed_on(proxy: Proxy) -> None:
+def test_request_ids_are_passed_on(proxy):
     """The client's own id reaches the log and the answer; where there is none, the proxy makes one."""
     own = "0A000001:C5B2_0A000002:1F40_67891233_01AF:7D1B"
     replies = [proxy.post("/embed", BODY, {"X-Request-Id": own}), proxy.post("/embed", BODY)]
@@ -231,7 +231,7 @@ def test_request_ids_are_passed_on(proxy: Proxy) -> None:
     until(lambda: {*given} <= {line["request_id"] for line in proxy.lines()})
 
 
-def test_the_log_has_the_clients_own_address(proxy: Proxy) -> None:
+def test_the_log_has_the_clients_own_address(proxy):
     """It is the address that connects to the proxy, independent of the client's headers."""
     spoofed = {"X-Forwarded-For": FORGED, "Forwarded": f"for={FORGED}"}
     for number, headers in enumerate(({}, spoofed)):
@@ -250,7 +250,7 @@ def established(port: int) -> set[int]:
     }
 
 
-def test_connections_to_the_service_are_kept(proxy: Proxy) -> None:
+def test_connections_to_the_service_are_kept(proxy):
     """Requests of several clients share a connection to the service, one after the other."""
     if proxy.upstream == "unix":
         pytest.skip("the connections of a Unix socket have no ports to tell them apart")
@@ -261,7 +261,7 @@ def test_connections_to_the_service_are_kept(proxy: Proxy) -> None:
     assert before & established(proxy.server.port)
 
 
-def test_lines_come_as_they_are_computed(proxy: Proxy) -> None:
+def test_lines_come_as_they_are_computed(proxy):
     """The first line of a stream reaches the client while other texts are queued, though it is short."""
     texts = [samples.text(4000, seed=n) for n in range(8)]
     body = json.dumps({"inputs": texts, "dimensions": 2, "truncate": "window"})
@@ -278,9 +278,7 @@ def test_lines_come_as_they_are_computed(proxy: Proxy) -> None:
 
 @pytest.mark.parametrize("kib", [0, 240, 5000])
 @pytest.mark.exclusive
-def test_a_client_that_leaves_ends_its_request(
-    proxy: Proxy, kib: int, limit_s: Callable[[float], float]
-) -> None:
+def test_a_client_that_leaves_ends_its_request(proxy, kib, limit_s):
     """The proxy passes on that its client has left, and the texts are not computed."""
     watch = Watch(proxy.server)
     before = watch.settle()
@@ -295,7 +293,7 @@ def test_a_client_that_leaves_ends_its_request(
     assert watch.settle() - before < whole_s / 2
 
 
-def test_large_bodies_pass(proxy: Proxy) -> None:
+def test_large_bodies_pass(proxy):
     """A body of nearly the service's limit is answered, and the service itself refuses a larger one."""
     largest = Settings().max_body_bytes
     assert 200 == proxy.post("/embed", BODY.ljust(largest)).status
@@ -303,9 +301,7 @@ def test_large_bodies_pass(proxy: Proxy) -> None:
     assert (413, "too_large") == (reply.status, reply.json()["error"]["code"])
 
 
-def test_a_refusal_says_when_to_come_back(
-    tiny_bundle: Path, certificate: Path, tmp_path: Path, kind: str
-) -> None:
+def test_a_refusal_says_when_to_come_back(tiny_bundle, certificate, tmp_path, kind):
     """429 and its `Retry-After` reach the client."""
     limits = ["--max-wait-ms", "60000", "--max-queue-tokens", "300", "--drain-s", "1"]
     waiting = json.dumps({"inputs": samples.text(150, seed=1)}).encode()
@@ -322,28 +318,26 @@ def test_a_refusal_says_when_to_come_back(
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_idle_connections_end_at_the_proxy_first(kind: str) -> None:
+def test_idle_connections_end_at_the_proxy_first(kind):
     """The proxy lets an idle connection go before the service does by default."""
     name = {"nginx": r"keepalive_timeout (\d+)s", "haproxy": r"pool-purge-delay (\d+)s"}[kind]
     (seconds,) = re.findall(name, configuration(kind, {}))
     assert int(seconds) < Settings().keep_alive_s
 
 
-def test_no_request_is_lost_to_an_idle_connection(
-    tiny_bundle: Path, certificate: Path, tmp_path: Path, kind: str
-) -> None:
+def test_no_request_is_lost_to_an_idle_connection(tiny_bundle, certificate, tmp_path, kind):
     """With times in the shipped order, shorter by 40, requests after pauses around them are all answered."""
     shorter = {
         "nginx": {"keepalive_timeout 60s": "keepalive_timeout 1s"},
         "haproxy": {"pool-purge-delay 30s": "pool-purge-delay 1s"},
     }
-    statuses: list[int] = []
+    statuses = []
     with (
         serving(tiny_bundle, "--keep-alive-s", "2") as server,
         proxied(kind, server, certificate, tmp_path, changes=shorter[kind]) as proxy,
     ):
 
-        def ask_after_pauses(seed: int) -> None:
+        def ask_after_pauses(seed):
             chance = random.Random(seed)
             for _ in range(8):
                 time.sleep(chance.uniform(0.8, 2.2))

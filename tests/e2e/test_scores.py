@@ -9,7 +9,7 @@ from benchmarks import scores
 pytestmark = pytest.mark.e2e
 
 
-def test_a_service_describes_its_heads_as_the_reader_of_rows_needs_them(mini_url: str) -> None:
+def test_a_service_describes_its_heads_as_the_reader_of_rows_needs_them(mini_url):
     model = httpx.get(f"{mini_url}/models").raise_for_status().json()["models"][0]
     heads = {name: scores.read_head(head) for name, head in model["heads"].items()}
     tasks = {name: head.task for name, head in heads.items()}
@@ -23,7 +23,7 @@ def test_a_service_describes_its_heads_as_the_reader_of_rows_needs_them(mini_url
     assert ["negative", "positive"] == list(heads["sentiment"].labels)
 
 
-def test_requests_of_a_sender_are_answered_in_order(mini_url: str) -> None:
+def test_requests_of_a_sender_are_answered_in_order(mini_url):
     """More inputs than one request has, for each kind of path."""
     texts = ["A delight from start to finish.", "A dull and careless film."] * 20
     with httpx.Client(base_url=mini_url) as client:

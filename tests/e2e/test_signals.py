@@ -89,13 +89,8 @@ def pids(server: Server) -> list[int]:
     ],
 )
 def test_a_stop_during_the_start_ends_at_once(
-    tiny_bundle: Path,
-    tmp_path: Path,
-    workers: str,
-    action: str,
-    number: signal.Signals,
-    limit_s: Callable[[float], float],
-) -> None:
+    tiny_bundle, tmp_path, workers, action, number, limit_s
+):
     """While bundles load, or starts fail and are repeated, nothing was accepted: the status is 0 within a second."""
     with starting(tmp_path, action, tiny_bundle, "--http-workers", workers) as server:
         if action == CRASH:  # the pauses between starts are longer by now
@@ -159,9 +154,7 @@ def test_a_second_signal_ends_at_once(
 
 
 @pytest.mark.parametrize("role", ["inference", "http"])
-def test_children_do_not_outlive_a_main_process_killed_at_the_start(
-    tiny_bundle: Path, tmp_path: Path, role: str
-) -> None:
+def test_children_do_not_outlive_a_main_process_killed_at_the_start(tiny_bundle, tmp_path, role):
     """They end at once: none has accepted a request."""
     with starting(tmp_path, IN_C, tiny_bundle, "--http-workers", "2") as server:
         until(lambda: len(pids(server)) == 3)
@@ -171,7 +164,7 @@ def test_children_do_not_outlive_a_main_process_killed_at_the_start(
         until(lambda: not any(alive(pid) for pid in left), 10)
 
 
-def test_children_outlive_a_killed_main_process_by_a_drain_at_most(tiny_bundle: Path) -> None:
+def test_children_outlive_a_killed_main_process_by_a_drain_at_most(tiny_bundle):
     """A request that never ends holds them up until `drain_s` is over, and no longer; the port is free at once."""
     options = ["--http-workers", "2", "--drain-s", "3"]
     with serving(tiny_bundle, *options) as server, half_sent(server):
@@ -187,7 +180,7 @@ def test_children_outlive_a_killed_main_process_by_a_drain_at_most(tiny_bundle: 
         assert time.monotonic() - began < 30
 
 
-def test_a_child_that_stands_still_ends_with_the_main_process(tiny_bundle: Path) -> None:
+def test_a_child_that_stands_still_ends_with_the_main_process(tiny_bundle):
     """A process that was stopped when the main process ended notices it when it goes on."""
     with serving(tiny_bundle, "--http-workers", "1", "--drain-s", "1") as server:
         left = pids(server)
@@ -243,7 +236,7 @@ def test_as_process_1_it_stops_and_reaps(tiny_bundle: Path, workers: str) -> Non
         assert 0 == server.process.wait(30)
 
 
-def test_dead_children_are_found() -> None:
+def test_dead_children_are_found():
     """A child that has ended and was not waited for is dead, and a living one is not."""
     ended, living = (subprocess.Popen(["sleep", seconds]) for seconds in ("0", "60"))
     try:

@@ -4,7 +4,6 @@ import itertools
 import statistics
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -32,7 +31,7 @@ def replace_inference(server: Server) -> None:
 
 
 @pytest.mark.promise("No accepted request is lost, and no answer depends on other requests.")
-def test_answers_are_right_while_processes_die(tiny_bundle: Path, seconds: float) -> None:
+def test_answers_are_right_while_processes_die(tiny_bundle, seconds):
     """The inference process is killed again and again: what comes while there is none is refused, all else right."""
     with serving(tiny_bundle) as server:
         expected = {"tiny@1": lone_answers(server, "tiny@1")}
@@ -63,7 +62,7 @@ def swaps(at: Desk) -> Iterator[str]:
 @pytest.mark.promise(
     "After hours of load, swaps, lost clients and lost processes, answers are right and memory has not grown."
 )
-def test_a_soak(tiny_bundle: Path, tmp_path: Path, seconds: float) -> None:
+def test_a_soak(tiny_bundle, tmp_path, seconds):
     """Answers are right, each as its version gives it alone, and memory is where it was after the first minute."""
     with desk(tiny_bundle, tmp_path) as at:
         at.save("1")
@@ -72,7 +71,7 @@ def test_a_soak(tiny_bundle: Path, tmp_path: Path, seconds: float) -> None:
         with asking(at.server, expected, CLIENTS, headers=at.client) as clients:
             time.sleep(2.0)
         rate = LOAD * sum(seen_by(clients).values()) / 2.0
-        resident: list[tuple[float, float]] = []  # when, and how many MB
+        resident = []  # when, and how many MB
         swapping = swaps(at)
         began = time.monotonic()
         with asking(at.server, expected, CLIENTS, headers=at.client, rate=rate) as clients:

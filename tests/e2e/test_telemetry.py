@@ -178,7 +178,7 @@ def test_switches(module, variable, off, on, environment):
     """A library's own switch is off, unless the user has given it a value; an empty one is none."""
     script = f"import os, {module}; print(os.environ[{variable!r}], end='')"
 
-    def found(**given: str) -> str:
+    def found(**given):
         command = [sys.executable, "-c", script]
         return subprocess.check_output(command, cwd=ROOT, env={**environment, **given}, text=True)
 

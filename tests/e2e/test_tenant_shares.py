@@ -57,9 +57,7 @@ def next_to_flood(server: Server, flood: bytes, seconds: float) -> tuple[Measure
 
 @pytest.mark.promise("A tenant's long text waits for at most one long text of another tenant.")
 @pytest.mark.parametrize("priority", ["bulk", "interactive"])
-def test_long_texts_of_others_are_not_waited_for(
-    tenants: Server, priority: str, seconds: float
-) -> None:
+def test_long_texts_of_others_are_not_waited_for(tenants, priority, seconds):
     """A document waits for a small part of the time that each text of a flood waits; it had been all of it."""
     compressed = gzip.compress(DOTS)
     assert len(compressed) < 1000
@@ -104,7 +102,7 @@ def refusal(clients: list[socket.socket]) -> bytes:
 
 @pytest.mark.promise("Slow bodies of one tenant leave memory for the bodies of others.")
 @pytest.mark.parametrize("by", ["key", "address"])
-def test_slow_bodies_leave_memory_to_others(tiny_bundle: Path, keys: Path, by: str) -> None:
+def test_slow_bodies_leave_memory_to_others(tiny_bundle, keys, by):
     """Nine bodies that never end held the memory of all; now some of them are refused, and others' are answered."""
     options = ["--max-body-bytes", str(MAX_BODY), *(["--api-keys", keys] if by == "key" else [])]
     bearer = {"Authorization": f"Bearer {APP}"} if by == "key" else {}

@@ -5,7 +5,6 @@ import json
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,9 +83,7 @@ def facts(described: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_collector_gets_the_spans_of_a_request(
-    tiny_bundle: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch, workers: int
-) -> None:
+def test_a_collector_gets_the_spans_of_a_request(tiny_bundle, collector, monkeypatch, workers):
     """From one process or several: the request under its client's span, its stages under it, and no text."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
@@ -119,9 +116,7 @@ def test_a_collector_gets_the_spans_of_a_request(
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_the_last_spans_are_delivered_at_the_end(
-    tiny_bundle: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch, workers: int
-) -> None:
+def test_the_last_spans_are_delivered_at_the_end(tiny_bundle, collector, monkeypatch, workers):
     """What was answered just before SIGTERM is not lost, though a batch would have waited for a minute."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "60000")
@@ -132,8 +127,8 @@ def test_the_last_spans_are_delivered_at_the_end(
 
 @pytest.mark.parametrize("collects", ["nobody", "a sloth"])
 def test_an_unreachable_or_slow_collector_delays_no_request(
-    tiny_bundle: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch, collects: str
-) -> None:
+    tiny_bundle, collector, monkeypatch, collects
+):
     """Requests are answered as ever, the log says it once, and the end does not wait."""
     collector.delay_s = 300.0
     url = collector.url if collects == "a sloth" else "http://127.0.0.1:9"

@@ -102,9 +102,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_commands_of_the_first_model_print_what_the_page_shows(
-    reader: Reader, section: str
-) -> None:
+def test_commands_of_the_first_model_print_what_the_page_shows(reader, section):
     """Each section continues from the sections before it; scores may differ by 0.02."""
     for needed in ("curl", "nginx", "openssl"):
         if any(needed in example.command for example in FIRST_MODEL if example.section == section):

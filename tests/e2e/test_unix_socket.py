@@ -39,9 +39,7 @@ def embed(path: Path) -> int:
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])
-def test_a_unix_socket_is_served_and_drained(
-    tiny_bundle: Path, tmp_path: Path, workers: str
-) -> None:
+def test_a_unix_socket_is_served_and_drained(tiny_bundle, tmp_path, workers):
     """Requests are answered, what was accepted is answered after SIGTERM, and no file is left."""
     path = tmp_path / "quartet.sock"
     with socket.socket(socket.AF_UNIX) as killed:

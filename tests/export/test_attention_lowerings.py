@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -120,7 +119,7 @@ def trace(attentions: Attentions) -> onnx.ModelProto:
 
 
 @pytest.mark.parametrize("dropped", [0, 1], ids=["key lengths", "mask-free"])
-def test_packed(trace: onnx.ModelProto, expected: Arrays, dropped: int) -> None:
+def test_packed(trace, expected, dropped):
     """ONNX Runtime's operator; a full mask on equal heads, of the first such size, needs no key lengths."""
     proto = copied(trace)
     if dropped:
@@ -133,14 +132,12 @@ def test_packed(trace: onnx.ModelProto, expected: Arrays, dropped: int) -> None:
 
 
 @pytest.mark.parametrize("padding", [0, 3])
-def test_portable(
-    trace: onnx.ModelProto, attentions: Attentions, expected: Arrays, padding: int
-) -> None:
+def test_portable(trace, attentions, expected, padding):
     """Standard operators."""
     assert_close(expected, run_portable(make_portable(trace), attentions, PACKED, padding))
 
 
-def test_cuda(attentions: Attentions, expected: Arrays, tmp_path: Path) -> None:
+def test_cuda(attentions, expected, tmp_path):
     """CUDA's operator, emulated, with one product and with three for queries, keys and values."""
     one = trace_graphs.export_cuda(attentions)
     three = copied(one)
@@ -197,7 +194,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> EncoderWithHeads:
     return perturb(EncoderWithHeads(ToyConfig(**SMALL), HEADS))
 
 
-def test_toy_family(toy: EncoderWithHeads) -> None:
+def test_toy_family(toy):
     """Its graphs give PyTorch's outputs, and int8 is close to them."""
     proto = trace_graphs.export_packed(toy)
     found = run_packed(proto, PACKED)
@@ -208,7 +205,7 @@ def test_toy_family(toy: EncoderWithHeads) -> None:
         assert (cosines / np.linalg.norm(found[name], axis=-1)).min() > 0.95
 
 
-def test_toy_is_causal(toy: EncoderWithHeads) -> None:
+def test_toy_is_causal(toy):
     """A token's vector does not depend on the tokens after it."""
     ids = torch.tensor([1, 2, 3, 4])
     vectors = []
@@ -220,7 +217,7 @@ def test_toy_is_causal(toy: EncoderWithHeads) -> None:
     assert not torch.allclose(vectors[0][3], vectors[1][3])
 
 
-def test_toy_first_tokens(toy: EncoderWithHeads) -> None:
+def test_toy_first_tokens(toy):
     """First-token pruning does not shorten the queries of a causal attention."""
     model = perturb(EncoderWithHeads(toy.config, {"first": HEADS["first"]}))
     proto = trace_graphs.export_packed(model)
@@ -228,7 +225,7 @@ def test_toy_first_tokens(toy: EncoderWithHeads) -> None:
     assert_same_as_torch(model, run_packed(proto, PACKED), PACKED)
 
 
-def test_toy_checkpoint(toy: EncoderWithHeads, tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_toy_checkpoint(toy, tiny_checkpoint, tmp_path):
     """Queries, keys and values are written apart, each with its width, and read again."""
     model = EncoderWithHeads(replace(toy.config, vocab_size=600), HEADS)
     writer.save_joint(tmp_path / "toy", model, tiny_checkpoint / "tokenizer.json")

@@ -10,7 +10,6 @@ from export.passes.quantize import quantize
 from service.core.bundle import cosine
 from service.core.encode import Encoder
 from service.core.packing import pack
-from tests.conftest import Traced
 from tests.export.helpers import run_packed, run_value
 
 
@@ -19,7 +18,7 @@ def encoder(tiny_checkpoint: Path) -> Encoder:
     return Encoder.from_file(tiny_checkpoint / "tokenizer.json", 64)
 
 
-def test_windows_are_the_same_each_time(encoder: Encoder) -> None:
+def test_windows_are_the_same_each_time(encoder):
     """Equal tokenizers give equal text, so that exports are reproducible; there are as many tokens as are needed."""
     first, second = (pack(calibration.choose_windows(encoder)) for _ in range(2))
     np.testing.assert_array_equal(first.input_ids, second.input_ids)
@@ -27,7 +26,7 @@ def test_windows_are_the_same_each_time(encoder: Encoder) -> None:
     assert first.lengths.max() <= 64
 
 
-def test_given_texts_come_first(encoder: Encoder) -> None:
+def test_given_texts_come_first(encoder):
     """The texts of a file are used, and made ones only for what is missing."""
     texts = ["the old man walked", "to the station"]
     chosen = calibration.choose_windows(encoder, texts)
@@ -39,7 +38,7 @@ def test_given_texts_come_first(encoder: Encoder) -> None:
     assert {len(window) for window in many} == {len(window) for window in chosen[:2]}
 
 
-def test_texts_of_a_file(tmp_path: Path) -> None:
+def test_texts_of_a_file(tmp_path):
     """A line is a text, and empty lines are none."""
     (tmp_path / "texts.txt").write_text("one\n\n two\n", encoding="utf-8")
     assert ["one", " two"] == calibration.read_texts(tmp_path / "texts.txt")
@@ -47,7 +46,7 @@ def test_texts_of_a_file(tmp_path: Path) -> None:
 
 
 class TestInputs:
-    def test_same_as_in_the_graph(self, traced: Traced, encoder: Encoder) -> None:
+    def test_same_as_in_the_graph(self, traced, encoder):
         """Every input of the trunk's products is measured, for all tokens."""
         windows = sorted(calibration.choose_windows(encoder)[:5], key=len)
         inputs = calibration.measure_inputs(traced.packed, windows)
@@ -57,13 +56,13 @@ class TestInputs:
                 value, run_value(traced.packed, name, pack(windows)), rtol=0, atol=1e-5
             )
 
-    def test_the_graph_is_untouched(self, traced: Traced, encoder: Encoder) -> None:
+    def test_the_graph_is_untouched(self, traced, encoder):
         """Measuring copies: the fp32 graph is exported after it."""
         before = traced.packed.SerializeToString(deterministic=True)
         calibration.measure_inputs(traced.packed, calibration.choose_windows(encoder)[:2])
         assert before == traced.packed.SerializeToString(deterministic=True)
 
-    def test_a_calibrated_graph_is_nearer_to_fp32(self, traced: Traced, encoder: Encoder) -> None:
+    def test_a_calibrated_graph_is_nearer_to_fp32(self, traced, encoder):
         """Outputs for texts that were not measured differ less from those of fp32 than without calibration."""
         windows = calibration.choose_windows(encoder)
         inputs = calibration.measure_inputs(traced.packed, windows[:-40])
@@ -78,7 +77,7 @@ class TestInputs:
         )
         assert calibrated < 0.8 * plain
 
-    def test_equal_graphs(self, traced: Traced, encoder: Encoder) -> None:
+    def test_equal_graphs(self, traced, encoder):
         """Two calibrations of one model give equal int8 graphs."""
         windows = calibration.choose_windows(encoder)
         first, second = (

@@ -103,13 +103,13 @@ def assert_refused(out: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
 
 
 class TestFullBundle:
-    def test_files(self, tiny_bundle: Path) -> None:
+    def test_files(self, tiny_bundle):
         """By default a bundle has all graphs, and no file that the manifest does not list."""
         manifest = bundle.load(tiny_bundle).manifest
         assert FULL == files(tiny_bundle)
         assert FULL - {"README.md", "manifest.json"} == set(manifest.files())
 
-    def test_manifest(self, tiny_bundle: Path) -> None:
+    def test_manifest(self, tiny_bundle):
         """The manifest names the model, its heads in their order, and each graph."""
         manifest = bundle.load(tiny_bundle).manifest
         assert ("tiny@1", 512, "fp32") == (
@@ -126,7 +126,7 @@ class TestFullBundle:
         ] == graphs
         assert RUNTIME == manifest.provenance.runtime
 
-    def test_fp32_graphs_share_their_weights(self, tiny_bundle: Path) -> None:
+    def test_fp32_graphs_share_their_weights(self, tiny_bundle):
         """Both fp32 graphs name the one weight file; the int8 graph has its own within."""
         weights = [g.weights and g.weights.file for g in bundle.load(tiny_bundle).manifest.graphs]
         assert ["weights.bin", "weights.bin", None] == weights
@@ -135,7 +135,7 @@ class TestFullBundle:
         )
         assert largest < 0.1 * (tiny_bundle / "weights.bin").stat().st_size
 
-    def test_goldens(self, tiny_bundle: Path, tiny_checkpoint: Path) -> None:
+    def test_goldens(self, tiny_bundle, tiny_checkpoint):
         """Goldens are PyTorch's outputs; fp32 must meet them closely, int8 by a cosine of each head."""
         opened = bundle.load(tiny_bundle)
         tolerance = opened.manifest.goldens.tolerance
@@ -145,12 +145,12 @@ class TestFullBundle:
         assert 512 == opened.golden.lengths.max()
         assert 2 == opened.golden.lengths.min()
 
-    def test_tokenizer_does_not_cut(self, tiny_bundle: Path) -> None:
+    def test_tokenizer_does_not_cut(self, tiny_bundle):
         """The tokenizer has no truncation and no padding: cutting is the encoder's."""
         written = json.loads((tiny_bundle / "tokenizer.json").read_text(encoding="utf-8"))
         assert (None, None) == (written["truncation"], written["padding"])
 
-    def test_card(self, tiny_bundle: Path) -> None:
+    def test_card(self, tiny_bundle):
         """The card says what each head gives and how each graph agreed with PyTorch."""
         card = (tiny_bundle / "README.md").read_text(encoding="utf-8")
         assert card.startswith("# tiny 1\n")
@@ -160,14 +160,14 @@ class TestFullBundle:
         assert "| int8 packed | against fp32 on the goldens: sentiment cosine " in card
 
     @pytest.mark.parametrize("precision", ["fp32", "int8"])
-    def test_it_serves(self, precision: str, tiny_bundle: Path) -> None:
+    def test_it_serves(self, precision, tiny_bundle):
         """Its goldens hold where it is opened."""
         opened = bundle.load(tiny_bundle)
         session = open_session(opened, precision=precision, options=SessionOptions(threads=1))
         assert (precision, "packed") == (session.graph.precision, session.graph.layout)
 
 
-def test_slim(tiny_checkpoint: Path, out: Path) -> None:
+def test_slim(tiny_checkpoint, out):
     """Asked for int8 alone, a bundle holds no fp32 graph and no fp32 weights, and serves."""
     assert 0 == export(tiny_checkpoint, out, "--precision", "int8")
     assert FULL - {"fp32.onnx", "fp32.portable.onnx", "weights.bin"} == files(out)
@@ -177,13 +177,13 @@ def test_slim(tiny_checkpoint: Path, out: Path) -> None:
     assert "int8" == open_session(opened, options=SessionOptions(threads=1)).graph.precision
 
 
-def test_exact_only(tiny_checkpoint: Path, out: Path) -> None:
+def test_exact_only(tiny_checkpoint, out):
     """Asked for fp32 alone, a bundle holds the two graphs that share weights."""
     assert 0 == export(tiny_checkpoint, out, "--precision", "fp32")
     assert FULL - {"int8.onnx"} == files(out)
 
 
-def test_half(gpu_bundle: Path) -> None:
+def test_half(gpu_bundle):
     """Asked for fp16 too, a bundle holds CUDA's graph with weights of its own, and what the goldens allow it."""
     manifest = bundle.load(gpu_bundle).manifest
     assert FULL - {"int8.onnx"} | {"fp16.onnx", "fp16.weights.bin"} == files(gpu_bundle)
@@ -195,9 +195,7 @@ def test_half(gpu_bundle: Path) -> None:
     assert "GPU" in card
 
 
-def test_half_is_never_the_default(
-    tiny_checkpoint: Path, out: Path, tmp_path: Path, decided: dict[str, str]
-) -> None:
+def test_half_is_never_the_default(tiny_checkpoint, out, tmp_path, decided):
     """Though fp16 be named first, a CPU's default is what it can run; that is what labelled data measures, too."""
     data = write_rows(tmp_path / "dev.jsonl", decided)
     assert 0 == export(tiny_checkpoint, out, "--precision", "fp16", "int8", "--eval", data)
@@ -206,7 +204,7 @@ def test_half_is_never_the_default(
     assert {"fp32", "int8"} == set(manifest.metrics["sentiment"])
 
 
-def test_first_precision_is_the_default(tiny_checkpoint: Path, out: Path) -> None:
+def test_first_precision_is_the_default(tiny_checkpoint, out):
     """The precision that is named first is what `auto` serves; name, version and length are as asked."""
     flags = ("--precision", "int8", "fp32", "--name", "BAAI/other", "--version", "2.1")
     assert 0 == export(tiny_checkpoint, out, *flags)
@@ -218,7 +216,7 @@ def test_first_precision_is_the_default(tiny_checkpoint: Path, out: Path) -> Non
     )
 
 
-def test_export_is_reproducible(tiny_checkpoint: Path, out: Path) -> None:
+def test_export_is_reproducible(tiny_checkpoint, out):
     """The same checkpoint makes the same bundle, byte for byte."""
     other = out.with_name("again")
     assert [0, 0] == [export(tiny_checkpoint, path, "--name", "tiny") for path in (out, other)]
@@ -226,7 +224,7 @@ def test_export_is_reproducible(tiny_checkpoint: Path, out: Path) -> None:
         assert (out / name).read_bytes() == (other / name).read_bytes(), name
 
 
-def test_provenance(tiny_checkpoint: Path, out: Path, tmp_path: Path) -> None:
+def test_provenance(tiny_checkpoint, out, tmp_path):
     """The contents of the provenance file are in the manifest and on the card."""
     (tmp_path / "told.toml").write_text(PROVENANCE)
     assert 0 == export(tiny_checkpoint, out, "--provenance", tmp_path / "told.toml")
@@ -251,7 +249,7 @@ def test_provenance(tiny_checkpoint: Path, out: Path, tmp_path: Path) -> None:
         assert told in card
 
 
-def test_tables_of_the_card(tiny_checkpoint: Path, out: Path, tmp_path: Path) -> None:
+def test_tables_of_the_card(tiny_checkpoint, out, tmp_path):
     """A bar in a cell ends no cell, and a card without data sets does not refer to them."""
     (tmp_path / "told.toml").write_text(PROVENANCE.replace("made-up", "made|up"))
     assert 0 == export(tiny_checkpoint, out, "--provenance", tmp_path / "told.toml")
@@ -262,9 +260,7 @@ def test_tables_of_the_card(tiny_checkpoint: Path, out: Path, tmp_path: Path) ->
     assert "above" not in (out / "README.md").read_text()
 
 
-def test_terms_of_each_head_are_on_the_card(
-    tiny_checkpoint: Path, out: Path, tmp_path: Path
-) -> None:
+def test_terms_of_each_head_are_on_the_card(tiny_checkpoint, out, tmp_path):
     """If the terms differ, a table has the terms of each head."""
     told = PROVENANCE.replace('used_for = "nothing either"', 'used_for = "entities"')
     assert told != PROVENANCE
@@ -286,9 +282,7 @@ def taught_copy(folder: Path, told: str, to: Path) -> Path:
 
 
 @pytest.mark.parametrize("training", ["", 'training = "In a day."'])
-def test_the_teachers_of_a_checkpoint(
-    training: str, tiny_checkpoint: Path, out: Path, tmp_path: Path
-) -> None:
+def test_the_teachers_of_a_checkpoint(training, tiny_checkpoint, out, tmp_path):
     """The teachers that a checkpoint names are in the manifest and on the card, next to the given provenance."""
     student = taught_copy(tiny_checkpoint, TAUGHT, tmp_path / "student")
     (tmp_path / "told.toml").write_text(f"{training}\n[provenance]\nseed = 7\n")
@@ -300,9 +294,7 @@ def test_the_teachers_of_a_checkpoint(
     assert f"## How it was trained\n\n{expected}\n\n#" in (out / "README.md").read_text()
 
 
-def test_the_encoder_is_a_checkpoint(
-    tiny_checkpoint: Path, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_encoder_is_a_checkpoint(tiny_checkpoint, out, tmp_path, capsys):
     """`--encoder` writes half-precision tensors that training can start from, with the names of the teachers."""
     student = taught_copy(tiny_checkpoint, TAUGHT, tmp_path / "student")
     folder = tmp_path / "encoder"
@@ -321,9 +313,7 @@ def test_the_encoder_is_a_checkpoint(
     assert f"{folder} exists; use --replace" in capsys.readouterr().err
 
 
-def test_other_folders_are_not_replaced_by_an_encoder(
-    tiny_checkpoint: Path, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_folders_are_not_replaced_by_an_encoder(tiny_checkpoint, out, tmp_path, capsys):
     """`--replace` replaces a checkpoint only."""
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "letter.txt").write_text("keep me")
@@ -332,15 +322,13 @@ def test_other_folders_are_not_replaced_by_an_encoder(
     assert (tmp_path / "notes" / "letter.txt").read_text() == "keep me"
 
 
-def test_a_checkpoint_without_teachers(tiny_bundle: Path) -> None:
+def test_a_checkpoint_without_teachers(tiny_bundle):
     """Without teachers, the manifest names none."""
     assert () == bundle.load(tiny_bundle).manifest.provenance.teachers
     assert "Distilled" not in (tiny_bundle / "README.md").read_text()
 
 
-def test_teachers_have_names(
-    tiny_checkpoint: Path, tmp_path: Path, assert_refused: Refused
-) -> None:
+def test_teachers_have_names(tiny_checkpoint, tmp_path, assert_refused):
     """Anything else is refused before anything is traced."""
     student = taught_copy(tiny_checkpoint, '{"teachers": [7]}', tmp_path / "student")
     assert_refused("teachers: [7] is no list of names", student)
@@ -349,9 +337,7 @@ def test_teachers_have_names(
 # -- replacing ------------------------------------------------------------------------------------
 
 
-def test_existing_out_is_refused(
-    tiny_checkpoint: Path, out: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_existing_out_is_refused(tiny_checkpoint, out, capsys):
     """What lies at OUT already is not touched."""
     out.mkdir()
     (out / "precious").touch()
@@ -360,7 +346,7 @@ def test_existing_out_is_refused(
     assert {"precious"} == files(out)
 
 
-def test_replace(tiny_checkpoint: Path, out: Path) -> None:
+def test_replace(tiny_checkpoint, out):
     """Told to, an export replaces the bundle at OUT, whole."""
     out.mkdir()
     (out / "manifest.json").touch()
@@ -370,9 +356,7 @@ def test_replace(tiny_checkpoint: Path, out: Path) -> None:
     assert {"tiny"} == files(out.parent)
 
 
-def test_what_is_no_bundle_is_not_replaced(
-    tiny_checkpoint: Path, out: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_bundle_is_not_replaced(tiny_checkpoint, out, capsys):
     """A directory of bundles, or a checkpoint, is refused before anything is traced, and keeps all."""
     (out / "bundle").mkdir(parents=True)
     (out / "bundle" / "manifest.json").touch()
@@ -383,9 +367,7 @@ def test_what_is_no_bundle_is_not_replaced(
     assert ({"bundle"}, {"manifest.json"}) == (files(out), files(out / "bundle"))
 
 
-def test_failed_replacement_keeps_the_old(
-    tiny_checkpoint: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_replacement_keeps_the_old(tiny_checkpoint, out, monkeypatch):
     """An export that fails leaves the bundle that it was to replace."""
     out.mkdir()
     (out / "manifest.json").touch()
@@ -394,7 +376,7 @@ def test_failed_replacement_keeps_the_old(
     assert ({"manifest.json"}, {"tiny"}) == (files(out), files(out.parent))
 
 
-def test_graphs_are_compared_at_the_end(tiny_bundle: Path) -> None:
+def test_graphs_are_compared_at_the_end(tiny_bundle):
     """The table has each precision with its speed relative to fp32, and the options that select one."""
     table = compare_graphs(tiny_bundle, {"fp32 packed": "equal", "int8 packed": "near"})
     _, fp32, int8, choice = table.splitlines()
@@ -404,7 +386,7 @@ def test_graphs_are_compared_at_the_end(tiny_bundle: Path) -> None:
     assert "--precision fp32 or --precision int8" in choice
 
 
-def test_the_default_precision_may_be_any_of_the_graphs() -> None:
+def test_the_default_precision_may_be_any_of_the_graphs():
     """It comes first; a precision without a graph is refused."""
     request = read_request(["in", "out", "--default-precision", "int8"])
     assert (("int8", "fp32"), "int8") == (request.precisions, request.default_precision)
@@ -419,7 +401,7 @@ def test_the_default_precision_may_be_any_of_the_graphs() -> None:
         (["in", "out"], 1, "the package onnx is missing: install the extra train"),
     ],
 )
-def test_without_the_packages_of_training(flags: list[str], status: int, said: str) -> None:
+def test_without_the_packages_of_training(flags, status, said):
     """An installation that only serves has the help, and learns which extra is missing."""
     code = (
         "import sys; sys.modules.update(onnx=None, torch=None, transformers=None);"
@@ -539,13 +521,7 @@ REFUSED: dict[str, tuple[Spoil, list[str], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refusals(
-    case: str,
-    tiny_checkpoint: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    assert_refused: Refused,
-) -> None:
+def test_refusals(case, tiny_checkpoint, tmp_path, monkeypatch, assert_refused):
     """A refused export ends with one line that has the option or file."""
     spoil, flags, said = REFUSED[case]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -554,7 +530,7 @@ def test_refusals(
     assert_refused(said, checkpoint, *flags)
 
 
-def test_a_file_is_no_checkpoint(tiny_checkpoint: Path, assert_refused: Refused) -> None:
+def test_a_file_is_no_checkpoint(tiny_checkpoint, assert_refused):
     """A weight file in place of its directory is refused without a look at the hub."""
     assert_refused("is a file: give the directory", tiny_checkpoint / "model.safetensors")
 
@@ -574,15 +550,13 @@ def test_a_file_is_no_checkpoint(tiny_checkpoint: Path, assert_refused: Refused)
         ("[provenance", "Expected ']'"),
     ],
 )
-def test_refused_provenance(
-    text: str, said: str, tiny_checkpoint: Path, tmp_path: Path, assert_refused: Refused
-) -> None:
+def test_refused_provenance(text, said, tiny_checkpoint, tmp_path, assert_refused):
     """A provenance file that says what a manifest cannot hold is refused by its field."""
     (tmp_path / "told.toml").write_text(text)
     assert_refused(said, tiny_checkpoint, "--provenance", tmp_path / "told.toml")
 
 
-def test_shipped_provenance_is_the_lock_s() -> None:
+def test_shipped_provenance_is_the_lock_s():
     """The shipped bundle has the data sets that its provenance file names, with the terms in the lock."""
     shipped = bundle.load(ROOT / "bundles" / "quartet-mini").manifest.provenance
     told = read_metadata(ROOT / "model" / "configs" / "distilled-provenance.toml")["provenance"]
@@ -611,20 +585,16 @@ def scale_weights(proto: onnx.ModelProto, name: str, factor: float | np.ndarray)
     tensor.CopyFrom(numpy_helper.from_array(value, tensor.name))
 
 
-def test_parity_failure(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, assert_refused: Refused
-) -> None:
+def test_parity_failure(tiny_checkpoint, monkeypatch, assert_refused):
     """A graph that does not answer as PyTorch does is never written."""
     break_graph(monkeypatch)
     assert_refused("fp32 packed: head sentiment differs from PyTorch by ", tiny_checkpoint)
 
 
-def test_portable_parity_failure(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, assert_refused: Refused
-) -> None:
+def test_portable_parity_failure(tiny_checkpoint, monkeypatch, assert_refused):
     """Nor is a bundle whose portable graph alone is wrong."""
 
-    def broken(packed: onnx.ModelProto) -> onnx.ModelProto:
+    def broken(packed):
         proto = make_portable(packed)
         scale_weights(proto, "layers.1.feed_forward_norm.weight", 1.1)
         return proto
@@ -634,9 +604,7 @@ def test_portable_parity_failure(
     assert_refused("fp32 portable: head sentiment differs from PyTorch by ", tiny_checkpoint)
 
 
-def test_half_parity_failure(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, assert_refused: Refused
-) -> None:
+def test_half_parity_failure(tiny_checkpoint, monkeypatch, assert_refused):
     """Nor is one whose graph for CUDA is another model's: here every position is the next one's."""
     proto = trace_graphs.export_cuda(load_model(tiny_checkpoint))
     (table,) = (t for t in proto.graph.initializer if t.name.endswith("position.weight"))
@@ -656,14 +624,12 @@ def save_apart(graphs: dict[Path, onnx.ModelProto], weights: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32 packed", "int8 packed"])
-def test_batch_dependence_is_an_error(
-    precision: str, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, assert_refused: Refused
-) -> None:
+def test_batch_dependence_is_an_error(precision, tiny_checkpoint, monkeypatch, assert_refused):
     """A graph whose answers depend on the batch is never written."""
     whole = verify.check_batch_invariance
 
-    def check(run: Any, encodings: Any, what: str) -> float:
-        def swayed(batch: Any) -> Any:
+    def check(run, encodings, what):
+        def swayed(batch):
             found = run(batch)
             if what == precision and len(batch) > 1:
                 found[0] = {name: value + 1e-3 for name, value in found[0].items()}
@@ -719,7 +685,7 @@ def break_int8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantize, "quantize", broken)
 
 
-def test_metrics(tiny_checkpoint: Path, out: Path, tmp_path: Path, decided: dict[str, str]) -> None:
+def test_metrics(tiny_checkpoint, out, tmp_path, decided):
     """The metrics of each precision are in the manifest and on the card."""
     data = write_rows(tmp_path / "dev.jsonl", decided)
     assert 0 == export(tiny_checkpoint, out, "--precision", "int8", "--eval", data)
@@ -731,21 +697,15 @@ def test_metrics(tiny_checkpoint: Path, out: Path, tmp_path: Path, decided: dict
     assert "| `sentiment` | fp32 | accuracy 100.00, " in (out / "README.md").read_text()
 
 
-def test_int8_that_is_wrong_is_refused(
-    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, assert_refused: Refused
-) -> None:
+def test_int8_that_is_wrong_is_refused(tiny_checkpoint, monkeypatch, assert_refused):
     """Without any rows, too: what it answers to the goldens is no rounding of what PyTorch does."""
     break_int8(monkeypatch)
     assert_refused("int8 packed: head sentiment has", tiny_checkpoint)
 
 
 def test_int8_that_loses_is_refused(
-    tiny_checkpoint: Path,
-    tmp_path: Path,
-    decided: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-    assert_refused: Refused,
-) -> None:
+    tiny_checkpoint, tmp_path, decided, monkeypatch, assert_refused
+):
     """More than a point of the head's metric lost at int8 ends the export."""
     break_int8(monkeypatch)
     monkeypatch.setattr(verify, "INT8_COSINE", -1)
@@ -754,12 +714,8 @@ def test_int8_that_loses_is_refused(
 
 
 def test_int8_that_changes_answers_is_refused(
-    tiny_checkpoint: Path,
-    tmp_path: Path,
-    decided: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-    assert_refused: Refused,
-) -> None:
+    tiny_checkpoint, tmp_path, decided, monkeypatch, assert_refused
+):
     """So do too many changed answers, though the metric be the same."""
     break_int8(monkeypatch)
     monkeypatch.setattr(verify, "INT8_COSINE", -1)

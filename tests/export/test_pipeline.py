@@ -4,7 +4,6 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -40,9 +39,9 @@ def make_request(checkpoint: Path, out: Path, **fields: object) -> pipeline.Expo
     return pipeline.ExportRequest(checkpoint=str(checkpoint), out=out, **{**defaults, **fields})
 
 
-def test_export(tiny_checkpoint: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export(tiny_checkpoint, out, capsys):
     """A caller gets the manifest of the written bundle and a line for each step; nothing is printed."""
-    lines: list[str] = []
+    lines = []
 
     manifest = pipeline.export(make_request(tiny_checkpoint, out), lines.append)
 
@@ -60,7 +59,7 @@ def test_export(tiny_checkpoint: Path, out: Path, capsys: pytest.CaptureFixture[
         ({"calibration": Path("/none")}, "No such file or directory: '/none'"),
     ],
 )
-def test_refused(fields: dict[str, object], message: str, tiny_checkpoint: Path, out: Path) -> None:
+def test_refused(fields, message, tiny_checkpoint, out):
     """A request that cannot be met raises an error of EXPECTED_ERRORS, and leaves no bundle."""
     with pytest.raises(pipeline.EXPECTED_ERRORS, match=message):
         pipeline.export(make_request(tiny_checkpoint, out, **fields), print)
@@ -68,9 +67,9 @@ def test_refused(fields: dict[str, object], message: str, tiny_checkpoint: Path,
     assert not out.exists()
 
 
-def test_memory_is_stated(tiny_checkpoint: Path, out: Path) -> None:
+def test_memory_is_stated(tiny_checkpoint, out):
     """The graphs that a CPU runs state their memory; the portable twin does not."""
-    lines: list[str] = []
+    lines = []
 
     manifest = pipeline.export(make_request(tiny_checkpoint, out, memory=True), lines.append)
 
@@ -86,17 +85,15 @@ def test_memory_is_stated(tiny_checkpoint: Path, out: Path) -> None:
         assert any(line.startswith(f"{graph.precision} packed: a session takes") for line in lines)
 
 
-def test_unmeasured_memory_is_left_out(
-    tiny_checkpoint: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unmeasured_memory_is_left_out(tiny_checkpoint, out, tmp_path, monkeypatch):
     """A system without /proc/self/status makes a bundle without it, and the reason is printed."""
 
-    def measure(*_: object) -> None:
+    def measure(*_):
         monkeypatch.setattr(measure_memory, "STATUS", tmp_path / "none")
         measure_memory.read_status("VmRSS")
 
     monkeypatch.setattr(pipeline, "measure_memory", measure)
-    lines: list[str] = []
+    lines = []
 
     manifest = pipeline.export(make_request(tiny_checkpoint, out, memory=True), lines.append)
 
@@ -107,12 +104,12 @@ def test_unmeasured_memory_is_left_out(
     assert [f"fp32 packed: {reason}", f"int8 packed: {reason}"] == lines[-2:]
 
 
-def test_the_page_of_the_run(tiny_checkpoint: Path, out: Path, tmp_path: Path) -> None:
+def test_the_page_of_the_run(tiny_checkpoint, out, tmp_path):
     """The page next to the checkpoint gets parity, quantization and sizes, once however often it is exported."""
     run = tmp_path / "run"
     shutil.copytree(tiny_checkpoint, run / "checkpoint")
     Report("Training", [Section("run", "Run", "before")]).write(run)
-    lines: list[str] = []
+    lines = []
 
     pipeline.export(make_request(run / "checkpoint", out), lines.append)
     manifest = pipeline.export(make_request(run / "checkpoint", out, replace=True), lines.append)
@@ -126,7 +123,7 @@ def test_the_page_of_the_run(tiny_checkpoint: Path, out: Path, tmp_path: Path) -
     assert [] == [text for text in (*shown, *manifest.files()) if text not in page]
 
 
-def test_quantization_of_the_page(tiny_checkpoint: Path, out: Path) -> None:
+def test_quantization_of_the_page(tiny_checkpoint, out):
     """The page has each metric by precision, with its difference to fp32."""
     manifest = pipeline.export(make_request(tiny_checkpoint, out), print)
     metrics = {"sentiment": {"fp32": {"accuracy": 91.5}, "int8": {"accuracy": 91.0}}}
@@ -138,7 +135,7 @@ def test_quantization_of_the_page(tiny_checkpoint: Path, out: Path) -> None:
     assert "&lt;close&gt;" in body
 
 
-def test_a_temperature_is_carried(tiny_checkpoint: Path, out: Path, tmp_path: Path) -> None:
+def test_a_temperature_is_carried(tiny_checkpoint, out, tmp_path):
     """A fitted temperature makes a bundle with the same graphs, goldens and space of vectors."""
     checkpoint = tmp_path / "checkpoint"
     shutil.copytree(tiny_checkpoint, checkpoint)
@@ -157,7 +154,7 @@ def test_a_temperature_is_carried(tiny_checkpoint: Path, out: Path, tmp_path: Pa
 TEXTS = [samples.text(words, seed=words) for words in (1, 3, 9, 20, 40)]
 
 
-def test_ranges(tiny_checkpoint: Path, out: Path, tmp_path: Path) -> None:
+def test_ranges(tiny_checkpoint, out, tmp_path):
     """The manifest has the range of each number over the calibration texts, for each trained number of dimensions."""
     (tmp_path / "texts.txt").write_text("\n\n".join(TEXTS))
     plain = pipeline.export(make_request(tiny_checkpoint, tmp_path / "plain"), print)
@@ -181,7 +178,7 @@ def test_ranges(tiny_checkpoint: Path, out: Path, tmp_path: Path) -> None:
     assert plain.embedding_space != manifest.embedding_space
 
 
-def test_too_few_texts(tiny_checkpoint: Path, out: Path, tmp_path: Path) -> None:
+def test_too_few_texts(tiny_checkpoint, out, tmp_path):
     """One text has no range."""
     (tmp_path / "texts.txt").write_text("Ada\n\n")
     request = make_request(tiny_checkpoint, out, calibration=tmp_path / "texts.txt")
@@ -189,14 +186,14 @@ def test_too_few_texts(tiny_checkpoint: Path, out: Path, tmp_path: Path) -> None
         pipeline.export(request, print)
 
 
-def test_options_without_an_embedding_head() -> None:
+def test_options_without_an_embedding_head():
     """Options of embedding heads are refused where there is none."""
     request = make_request(Path("a"), Path("b"), dimensions=(8,))
     with pytest.raises(ValueError, match="--dimensions: the checkpoint has no embedding head"):
         pipeline.choose_dimensions(request, {"answers": Head(task="qa")})
 
 
-def test_calibration_without_an_embedding_head(tmp_path: Path) -> None:
+def test_calibration_without_an_embedding_head(tmp_path):
     """Texts calibrate int8 for any head, and are refused for other precisions."""
     heads = {"answers": Head(task="qa")}
     request = make_request(Path("a"), Path("b"), calibration=tmp_path / "texts.txt")
@@ -205,9 +202,7 @@ def test_calibration_without_an_embedding_head(tmp_path: Path) -> None:
         pipeline.choose_dimensions(replace(request, precisions=("fp32",)), heads)
 
 
-def test_no_ranges_without_an_embedding_head(
-    tiny_checkpoint: Path, out: Path, tmp_path: Path
-) -> None:
+def test_no_ranges_without_an_embedding_head(tiny_checkpoint, out, tmp_path):
     """Texts for int8 give a bundle without vectors no ranges, and no embedding space."""
     (tmp_path / "texts.txt").write_text("the old man\nto the sea\n")
     pipeline.export(make_request(tiny_checkpoint, out), lambda _: None)
@@ -219,7 +214,7 @@ def test_no_ranges_without_an_embedding_head(
     assert draft is vector_ranges.add_ranges(draft, encoder, tmp_path / "texts.txt", print)
 
 
-def test_calibration_changes_the_int8_graph_only(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_calibration_changes_the_int8_graph_only(tiny_checkpoint, tmp_path):
     """Other texts give another int8 graph, and the same fp32 graph."""
     (tmp_path / "texts.txt").write_text("the old man\nto the sea\n" * 3000)
     for name, texts in (("first", None), ("second", tmp_path / "texts.txt")):
@@ -229,10 +224,10 @@ def test_calibration_changes_the_int8_graph_only(tiny_checkpoint: Path, tmp_path
     assert [True, False] == [first == second for first, second in files]
 
 
-def test_embedding_space(tmp_path: Path) -> None:
+def test_embedding_space(tmp_path):
     """It depends on the prompts, and not on the trained dimensions; fields that a head does not use do not count."""
     (tmp_path / "file").write_text("weights")
-    base: dict[str, Any] = {"task": "embedding", "pooling": "mean", "dimensions": 4}
+    base = {"task": "embedding", "pooling": "mean", "dimensions": 4}
     heads = [
         Head.model_validate({**base, **fields})
         for fields in ({}, {"matryoshka_dimensions": [2]}, {"prompts": {"query": "query: "}})

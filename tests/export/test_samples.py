@@ -27,7 +27,7 @@ def result(number: int, right: bool | None) -> Result:
     return Result(f"text {number}", "a", "a" if right else "b", right)
 
 
-def test_a_sample_follows_from_its_seed() -> None:
+def test_a_sample_follows_from_its_seed():
     """The first right and the first wrong results of one order; what is neither is left out."""
     results = [result(n, (True, False, None)[n % 3]) for n in range(60)]
     right, wrong = samples.draw(results, 10, 5, seed=1)
@@ -41,7 +41,7 @@ def test_a_sample_follows_from_its_seed() -> None:
     assert samples.draw(results[:3], 10, 5, seed=1) == ([results[0]], [results[1]])
 
 
-def test_results_are_lines_of_markdown() -> None:
+def test_results_are_lines_of_markdown():
     """A wrong result shows what was expected; line breaks of a text do not end its line."""
     drawn = [result(1, True)], [Result("two\nlines", "a", "b", False)]
     text = samples.render("mood", Path("data/mood.jsonl"), {"accuracy": 0.5}, drawn)
@@ -53,20 +53,20 @@ def test_results_are_lines_of_markdown() -> None:
 CARD = "# mini\n\nA model.\n\n## Heads\n\none\n\n## Parity\n\nnone\n"
 
 
-def test_a_card_gets_a_section_before_the_one_on_parity() -> None:
+def test_a_card_gets_a_section_before_the_one_on_parity():
     card = samples.write_section(CARD, "Ten rows.", "### `mood`\n\naccuracy 50.0")
     assert card == CARD.replace(
         "## Parity", "## Samples\n\nTen rows.\n\n### `mood`\n\naccuracy 50.0\n\n## Parity"
     )
 
 
-def test_a_section_replaces_the_one_before() -> None:
+def test_a_section_replaces_the_one_before():
     once = samples.write_section(CARD, "", "### `mood`\n\naccuracy 50.0")
     twice = samples.write_section(once, "", "### `mood`\n\naccuracy 60.0")
     assert twice == once.replace("50.0", "60.0")
 
 
-def test_a_card_without_the_next_section_ends_with_it() -> None:
+def test_a_card_without_the_next_section_ends_with_it():
     card = samples.write_section("# mini\n\n## Heads\n\none\n", "", "### `mood`")
     assert card == "# mini\n\n## Heads\n\none\n\n## Samples\n\n### `mood`\n"
     assert (
@@ -75,16 +75,14 @@ def test_a_card_without_the_next_section_ends_with_it() -> None:
     )
 
 
-def test_entities_are_their_words_and_types() -> None:
+def test_entities_are_their_words_and_types():
     words = ["Ada", "Lovelace", "left", "Turin", "Kiel"]
     tags = ["B-PER", "I-PER", "O", "B-LOC", "B-LOC"]
     assert samples._entities(words, tags) == "Ada Lovelace (PER), Turin (LOC), Kiel (LOC)"
     assert samples._entities(words, ["O"] * 5) == "none"
 
 
-def test_every_task_of_a_bundle_is_scored(
-    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_task_of_a_bundle_is_scored(tiny_bundle, tmp_path, capsys):
     """Metrics of each head through its graph, and results of random weights, some of which are wrong."""
     texts = [f"The ship left port {number} at dawn." for number in range(12)]
     labels = ("negative", "neutral", "positive")
@@ -115,7 +113,7 @@ def test_every_task_of_a_bundle_is_scored(
     assert "Wrong:" in text
 
 
-def test_related_texts_are_right_where_no_negative_is_nearer() -> None:
+def test_related_texts_are_right_where_no_negative_is_nearer():
     """The nearest text is the result; a row without a score has no rank."""
     rows = [Similar("1", ("a", "b"), None, ("c",)), Similar("2", ("a", "b"), None, ("c", "d"))]
     vectors = np.eye(3)[[0, 0, 1, 0, 1, 2, 0]]  # a, b, c; a, b, c, d
@@ -124,9 +122,7 @@ def test_related_texts_are_right_where_no_negative_is_nearer() -> None:
 
 
 @pytest.mark.parametrize("asked", ["mood=a.jsonl", "sentiment"])
-def test_an_unknown_head_is_refused(
-    asked: str, tiny_bundle: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_head_is_refused(asked, tiny_bundle, capsys):
     with pytest.raises(SystemExit):
         samples.main([str(tiny_bundle), "--eval", asked])
     assert f"--eval {asked}: HEAD=FILE, with a head of sentiment, " in capsys.readouterr().err
@@ -142,7 +138,7 @@ def test_an_unknown_head_is_refused(
         ("embeddings.jsonl", "embedding", 50),
     ],
 )
-def test_there_are_300_everyday_rows(file: str, task: str, count: int) -> None:
+def test_there_are_300_everyday_rows(file, task, count):
     """In the formats of training data; no two rows are equal, and every pair has its opposite."""
     rows = labelled_rows.read(EVALUATION / "everyday" / file, task)
     assert len(rows) == count
@@ -158,7 +154,7 @@ def test_there_are_300_everyday_rows(file: str, task: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_there_are_twenty_evaluation_sentences_of_each_task(name: str) -> None:
+def test_there_are_twenty_evaluation_sentences_of_each_task(name):
     """In the formats of training data, with labels of the shipped heads."""
     task = {"sentiment": "classification", "topic": "classification", "entities": "ner"}.get(
         name, {"answers": "qa", "embeddings": "embedding"}.get(name, "")

@@ -76,7 +76,7 @@ def test_bi_encoders(model_type: str, pooling: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(again.encode(TEXTS), expected, **TOLERANCE)
 
 
-def test_a_requested_pooling(tmp_path: Path) -> None:
+def test_a_requested_pooling(tmp_path):
     """Without the files of sentence-transformers, `--pooling` gives the vectors of a model that had them."""
     reference = hub.save_sentence_transformer("bert", tmp_path / "theirs", "cls")
     expected = reference.encode(TEXTS)
@@ -133,7 +133,7 @@ IDENTITY, SIGMOID = head_config.IDENTITY, head_config.SIGMOID
     ],
     ids=["nothing", "identity", "sigmoid", "old identity", "old sigmoid", "both"],
 )
-def test_older_cross_encoders(said: dict[str, Any], tmp_path: Path) -> None:
+def test_older_cross_encoders(said, tmp_path):
     """Checkpoints without modules.json state the activation in config.json; the default is a sigmoid."""
     hub.save("bert", tmp_path, transformers.AutoModelForSequenceClassification, num_labels=1)
     edit(tmp_path / "config.json", **said)
@@ -142,7 +142,7 @@ def test_older_cross_encoders(said: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("activation", ["Identity", "Sigmoid"])
-def test_cross_encoders_of_several_labels(activation: str, tmp_path: Path) -> None:
+def test_cross_encoders_of_several_labels(activation, tmp_path):
     """Scores are a softmax, where `predict` returns logits by default, or a sigmoid."""
     kind = transformers.AutoModelForSequenceClassification
     plain = hub.save("roberta", tmp_path / "plain", kind, num_labels=3)
@@ -154,7 +154,7 @@ def test_cross_encoders_of_several_labels(activation: str, tmp_path: Path) -> No
     )
 
 
-def test_other_activations_are_refused(tmp_path: Path) -> None:
+def test_other_activations_are_refused(tmp_path):
     """The error has the activation's name, from every file that may state it."""
     hub.save_cross_encoder("bert", tmp_path / "a", torch.nn.Tanh())
     with pytest.raises(CheckpointError, match=r"cannot serve the activation torch.*\.Tanh"):
@@ -168,7 +168,7 @@ def test_other_activations_are_refused(tmp_path: Path) -> None:
         read_source(tmp_path / "a")
 
 
-def test_other_cross_encoders_are_refused(tmp_path: Path) -> None:
+def test_other_cross_encoders_are_refused(tmp_path):
     """Those that are made of modules, and those that are no text classifiers."""
     hub.save_cross_encoder("bert", tmp_path / "a", torch.nn.Sigmoid())
     modules = json.loads((tmp_path / "a/modules.json").read_text())

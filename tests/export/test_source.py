@@ -161,9 +161,7 @@ class TestSentenceTransformers:
         ],
         ids=["mean, normalised", "cls", "mean, tanh", "cls, projected, normalised"],
     )
-    def test_vectors(
-        self, pooling: str, activation: str | None, bias: bool, kinds: list[str], encoder: Path
-    ) -> None:
+    def test_vectors(self, pooling, activation, bias, kinds, encoder):
         """Whatever its modules, a directory gives sentence-transformers' own vectors."""
         write_modules(encoder, "Transformer", "Pooling", *kinds)
         write_pooling(encoder, pooling)
@@ -177,7 +175,7 @@ class TestSentenceTransformers:
         assert expected.shape[1] == source.model.described["embedding"].dimensions
         assert ("Normalize" in kinds) == source.model.described["embedding"].normalize
 
-    def test_dense_in_the_graph(self, encoder: Path) -> None:
+    def test_dense_in_the_graph(self, encoder):
         """Dense layers are part of the graph, as the pooling is."""
         write_modules(encoder, "Transformer", "Pooling", "Dense")
         write_pooling(encoder, "cls_token")
@@ -187,13 +185,7 @@ class TestSentenceTransformers:
         assert (len(PACKED.lengths), 20) == vector.shape
         assert 1 + 1e-6 > np.abs(vector).max() > 0.5  # the runtime's tanh may pass 1 by rounding
 
-    def test_asked_and_measured_as_it_is_exported(
-        self,
-        encoder: Path,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-    ) -> None:
+    def test_asked_and_measured_as_it_is_exported(self, encoder, tmp_path, monkeypatch, capsys):
         """Its dense layers count in a teacher and in an evaluation, too."""
         write_modules(encoder, "Transformer", "Pooling", "Dense")
         write_pooling(encoder, "mean_tokens")
@@ -219,7 +211,7 @@ class TestSentenceTransformers:
         expected = stats.pearsonr((ours * theirs).sum(1) / norms, np.arange(6) / 5).statistic
         assert told[f"embedding={file}"]["pearson"] == pytest.approx(expected, abs=1e-4)
 
-    def test_minilm(self, minilm_folder: Path) -> None:
+    def test_minilm(self, minilm_folder):
         """Three files name three lengths for MiniLM, and 256, sentence-transformers' own, is its limit."""
         source = read_source(minilm_folder)
         assert (
@@ -277,7 +269,7 @@ REFUSED_MODULES: dict[str, tuple[Spoil, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED_MODULES)
-def test_refused_modules(case: str, encoder: Path) -> None:
+def test_refused_modules(case, encoder):
     """What our head would compute differently is refused by its name, not served wrong."""
     spoil, reason = REFUSED_MODULES[case]
     write_modules(encoder, "Transformer", "Pooling", "Dense", "Normalize")
@@ -304,12 +296,7 @@ def test_refused_modules(case: str, encoder: Path) -> None:
         (None, None, MAX_POSITIONS),
     ],
 )
-def test_max_length(
-    sentence: dict[str, Any] | None,
-    tokenizer_config: dict[str, Any] | None,
-    expected: int,
-    encoder: Path,
-) -> None:
+def test_max_length(sentence, tokenizer_config, expected, encoder):
     """sentence-transformers' length, else the tokenizer's, and never more than there are positions."""
     for name, document in (
         ("sentence_bert_config.json", sentence),
@@ -350,7 +337,7 @@ VOCABULARY = [
     ],
     ids=["uncased", "cased", "uncased with accents", "cased without", "Chinese in words"],
 )
-def test_vocabulary_files(config: dict[str, Any], tmp_path: Path) -> None:
+def test_vocabulary_files(config, tmp_path):
     """A checkpoint of old, with `vocab.txt` alone, is cut as transformers' BertTokenizer cuts it."""
     (tmp_path / "vocab.txt").write_text("\n".join(VOCABULARY) + "\n", encoding="utf-8")
     write_json(tmp_path / "tokenizer_config.json", config)
@@ -366,9 +353,7 @@ def test_vocabulary_files(config: dict[str, Any], tmp_path: Path) -> None:
 @pytest.mark.parametrize("saved_lower", [True, False])
 @pytest.mark.parametrize("config_lower", [True, False, None])
 @pytest.mark.parametrize("name", ["BertTokenizer", "BertTokenizerFast"])
-def test_case_is_the_configuration_s(
-    saved_lower: bool, config_lower: bool | None, name: str, tmp_path: Path
-) -> None:
+def test_case_is_the_configuration_s(saved_lower, config_lower, name, tmp_path):
     """Where `tokenizer.json` and the configuration disagree on case, we cut as transformers does."""
     (tmp_path / "vocab.txt").write_text("\n".join(VOCABULARY) + "\n", encoding="utf-8")
     read_tokenizer(tmp_path).save(str(tmp_path / "tokenizer.json"))
@@ -383,7 +368,7 @@ def test_case_is_the_configuration_s(
         assert reference(text)["input_ids"] == read_tokenizer(tmp_path).encode(text).ids
 
 
-def test_vocabulary_file_next_to_weights(encoder: Path) -> None:
+def test_vocabulary_file_next_to_weights(encoder):
     """Such a checkpoint is exported like any other."""
     names = tokenizers.Tokenizer.from_file(str(encoder / "tokenizer.json")).get_vocab()
     (encoder / "vocab.txt").write_text("\n".join(sorted(names, key=names.__getitem__)) + "\n")
@@ -410,7 +395,7 @@ REFUSED_TOKENIZERS: dict[str, tuple[Spoil, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED_TOKENIZERS)
-def test_refused_tokenizers(case: str, encoder: Path) -> None:
+def test_refused_tokenizers(case, encoder):
     """A tokenizer that is not there, not readable or not the model's is refused by its file."""
     spoil, reason = REFUSED_TOKENIZERS[case]
     (encoder / "tokenizer.json").unlink()

@@ -98,7 +98,7 @@ def operators(proto: onnx.ModelProto) -> list[tuple[str, str]]:
 
 
 class TestContract:
-    def test_packed_inputs(self, traced: Traced) -> None:
+    def test_packed_inputs(self, traced):
         """The packed graph takes the packed arrays and the layout, by these names and shapes."""
         session = open_graph(traced.packed)
         expected = {
@@ -112,13 +112,13 @@ class TestContract:
         assert expected == shapes(session.get_inputs())
         assert {"tensor(int64)"} == {value.type for value in session.get_inputs()}
 
-    def test_portable_inputs(self, traced: Traced) -> None:
+    def test_portable_inputs(self, traced):
         """The portable graph takes what every runtime's users have: padded ids with their mask."""
         session = open_graph(traced.portable)
         names = ["input_ids", "attention_mask", "token_type_ids"]
         assert {name: ["B", "S"] for name in names} == shapes(session.get_inputs())
 
-    def test_packed_outputs(self, traced: Traced) -> None:
+    def test_packed_outputs(self, traced):
         """Outputs are the heads, in their order; each has a row per sequence or per token."""
         expected = {
             "sentiment": ["B", 3],
@@ -131,28 +131,28 @@ class TestContract:
         assert [*expected] == [*HEADS]
         assert [*expected.items()] == [*found.items()]
 
-    def test_portable_outputs(self, traced: Traced) -> None:
+    def test_portable_outputs(self, traced):
         """The portable graph has the same outputs; those per token are padded."""
         found = shapes(open_graph(traced.portable).get_outputs())
         assert [*HEADS] == [*found]
         assert [["B", "S", 5], ["B", "S", 2]] == [found["entities"], found["answers"]]
 
-    def test_packed_attention(self, traced: Traced) -> None:
+    def test_packed_attention(self, traced):
         """Every layer's attention is one node of the runtime's own, and nothing else is."""
         foreign = [name for name in operators(traced.packed) if name[0] not in ("", "ai.onnx")]
         assert [("com.microsoft", "MultiHeadAttention")] * 2 == foreign
 
-    def test_portable_operators(self, traced: Traced) -> None:
+    def test_portable_operators(self, traced):
         """The portable graph holds operators of the ONNX standard alone."""
         assert {""} == {domain for domain, _ in operators(traced.portable)}
         assert [""] == [entry.domain for entry in traced.portable.opset_import]
 
-    def test_opset(self, traced: Traced) -> None:
+    def test_opset(self, traced):
         """Both graphs have the opset that the manifest will state."""
         for proto in (traced.packed, traced.portable):
             assert trace_graphs.OPSET in [e.version for e in proto.opset_import if e.domain == ""]
 
-    def test_no_traces_of_tracing(self, traced: Traced) -> None:
+    def test_no_traces_of_tracing(self, traced):
         """A graph contains no paths and no code of the machine that traced it."""
         for proto in (traced.packed, traced.portable):
             text = str(proto.graph.node)
@@ -162,29 +162,25 @@ class TestContract:
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 class TestParity:
-    def test_packed(self, lengths: list[int], tiny: EncoderWithHeads, traced: Traced) -> None:
+    def test_packed(self, lengths, tiny, traced):
         """The packed graph gives PyTorch's outputs, whatever lengths ride together."""
         packed = batch(lengths, tiny.config.vocab_size)
         assert_same_as_torch(tiny, run_packed(traced.packed, packed), packed)
 
     @pytest.mark.parametrize("padding", [0, 3], ids=["", "more padding than needed"])
-    def test_portable(
-        self, padding: int, lengths: list[int], tiny: EncoderWithHeads, traced: Traced
-    ) -> None:
+    def test_portable(self, padding, lengths, tiny, traced):
         """So does the portable graph, however much padding its mask hides."""
         packed = batch([min(length, 500) for length in lengths], tiny.config.vocab_size)
         found = run_portable(traced.portable, tiny, packed, padding)
         assert_same_as_torch(tiny, found, packed)
 
-    def test_awkward_heads(
-        self, lengths: list[int], awkward: EncoderWithHeads, awkward_packed: onnx.ModelProto
-    ) -> None:
+    def test_awkward_heads(self, lengths, awkward, awkward_packed):
         """Heads named as the trace names its own values keep their names, order and numbers."""
         packed = batch(lengths, 50)
         assert_same_as_torch(awkward, run_packed(awkward_packed, packed), packed)
 
 
-def test_awkward_portable(awkward: EncoderWithHeads) -> None:
+def test_awkward_portable(awkward):
     """The portable graph, too, bears heads that are named as its own values."""
     packed = batch([4, 9], 50)
     found = run_portable(make_portable(trace_graphs.trace_packed(awkward)), awkward, packed)
@@ -195,7 +191,7 @@ def test_awkward_portable(awkward: EncoderWithHeads) -> None:
     "name",
     sorted({*trace_graphs.PACKED_INPUTS, *trace_graphs.CUDA_INPUTS, *portable.INPUTS}),
 )
-def test_head_named_as_an_input(name: str, awkward: EncoderWithHeads) -> None:
+def test_head_named_as_an_input(name, awkward):
     """A head cannot bear an input's name; it is refused before anything is traced."""
     model = EncoderWithHeads(awkward.config, {name: Head(task="qa")})
     with pytest.raises(ValueError, match=f"{name}.*input"):
@@ -203,7 +199,7 @@ def test_head_named_as_an_input(name: str, awkward: EncoderWithHeads) -> None:
 
 
 @pytest.mark.parametrize(("layers", "hidden", "heads"), [(1, 48, 3), (3, 64, 1)])
-def test_other_shapes(layers: int, hidden: int, heads: int) -> None:
+def test_other_shapes(layers, hidden, heads):
     """Any shape of encoder agrees with PyTorch, packed."""
     config = BertConfig(
         vocab_size=40,
@@ -221,7 +217,7 @@ def test_other_shapes(layers: int, hidden: int, heads: int) -> None:
     assert_same_as_torch(model, run_packed(trace_graphs.export_packed(model), packed), packed)
 
 
-def test_rotations_far_from_the_beginning() -> None:
+def test_rotations_far_from_the_beginning():
     """Are PyTorch's to the last bit: sharp attention makes much of a little."""
     config = ModernBertConfig(
         vocab_size=50,
@@ -245,7 +241,7 @@ def test_rotations_far_from_the_beginning() -> None:
 
 
 @pytest.mark.parametrize("layout", ["packed", "portable"])
-def test_minilm(layout: str, minilm_folder: Path, minilm_bundle: Path) -> None:
+def test_minilm(layout, minilm_folder, minilm_bundle):
     """The real MiniLM's graphs, as they lie in its bundle, agree with PyTorch."""
     from model.checkpoints.source import read_source
 
@@ -284,7 +280,7 @@ def external(saved: Path) -> dict[str, set[tuple[int, int]]]:
 
 
 class TestSharedWeights:
-    def test_every_weight_stands_once(self, saved: Path, traced: Traced) -> None:
+    def test_every_weight_stands_once(self, saved, traced):
         """The file holds each large weight of either graph once, and nothing that a graph has besides."""
         content = (saved / trace_graphs.WEIGHTS).read_bytes()
         places = set.union(*external(saved).values())
@@ -297,21 +293,19 @@ class TestSharedWeights:
         assert large == set(pieces)
         assert len(content) < sum(map(len, pieces)) + trace_graphs.ALIGNMENT * len(pieces)
 
-    def test_both_graphs_use_the_same_weights(self, saved: Path) -> None:
+    def test_both_graphs_use_the_same_weights(self, saved):
         """The model's matrices are in both graphs, at one place each."""
         places = external(saved)
         total = sum(length for _, length in places["a.onnx"] | places["b.onnx"])
         shared = sum(length for _, length in places["a.onnx"] & places["b.onnx"])
         assert shared > 0.9 * total
 
-    def test_weights_begin_at_pages(self, saved: Path) -> None:
+    def test_weights_begin_at_pages(self, saved):
         """Tensors begin at page boundaries, so that a runtime may map the file."""
         starts = [offset for offset, _ in set.union(*external(saved).values())]
         assert [0] * len(starts) == [start % trace_graphs.ALIGNMENT for start in starts]
 
-    def test_saved_graph_answers_the_same(
-        self, saved: Path, tiny: EncoderWithHeads, traced: Traced
-    ) -> None:
+    def test_saved_graph_answers_the_same(self, saved, tiny, traced):
         """The place of the weights does not change the graph's results."""
         from service.core.session import ort
 
@@ -325,14 +319,12 @@ class TestSharedWeights:
 
 class TestPooling:
     @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-    def test_packed(
-        self, pooled: EncoderWithHeads, pooled_packed: onnx.ModelProto, lengths: list[int]
-    ) -> None:
+    def test_packed(self, pooled, pooled_packed, lengths):
         """Each pooling of the packed graph is PyTorch's."""
         packed = batch(lengths, vocab_size=50)
         assert_same_as_torch(pooled, run_packed(pooled_packed, packed), packed)
 
-    def test_portable(self, pooled: EncoderWithHeads) -> None:
+    def test_portable(self, pooled):
         """Each pooling of the portable graph is PyTorch's, with more padding than needed, too."""
         proto = make_portable(trace_graphs.trace_packed(pooled))
         assert {""} == {domain for domain, _ in operators(proto)}
@@ -340,7 +332,7 @@ class TestPooling:
             packed = batch([1, 30, 2, 7], vocab_size=50)
             assert_same_as_torch(pooled, run_portable(proto, pooled, packed, padding), packed)
 
-    def test_cuda(self, pooled: EncoderWithHeads, tmp_path: Path) -> None:
+    def test_cuda(self, pooled, tmp_path):
         """Each pooling of the fp16 graph for CUDA is PyTorch's but for the rounding of fp16."""
         packed = batch([1, 30, 2, 7], vocab_size=50)
         onnx.save(trace_graphs.export_cuda(half.halved(pooled)), tmp_path / "fp16.onnx")

@@ -53,24 +53,24 @@ ENCODINGS = [made(2), made(5), made(3)]
 EXPECTED = outputs([0.2, 0.5], [0.5, 0.5], [0.3, 0.5])
 
 
-def test_parity_is_the_largest_difference() -> None:
+def test_parity_is_the_largest_difference():
     """What the check returns is the worst of all inputs."""
     worst = check_parity(EXPECTED, answering(lambda _: 5e-5), ENCODINGS, "fp32")
     assert 5e-5 == pytest.approx(worst, rel=0.01)
 
 
 @pytest.mark.parametrize(("moved", "said"), [(2e-3, "2.0e-03"), (np.nan, "nan")])
-def test_parity_names_graph_head_and_figure(moved: float, said: str) -> None:
+def test_parity_names_graph_head_and_figure(moved, said):
     """A graph that differs, or gives no number, is refused with what differs by how much."""
     line = f"fp32 packed: head head differs from PyTorch by {said} \\(allowed 1e-04\\)"
     with pytest.raises(ParityError, match=line):
         check_parity(EXPECTED, answering(lambda _: moved), ENCODINGS, "fp32 packed")
 
 
-def test_parity_of_large_numbers() -> None:
+def test_parity_of_large_numbers():
     """Large sums have larger rounding errors; the tolerance is relative to the largest value."""
 
-    def prices(moved: float) -> Callable[[Sequence[Encoding]], Outputs]:
+    def prices(moved):
         return lambda encodings: outputs(*([4000.0 + moved] for _ in encodings))
 
     expected = prices(0.0)(ENCODINGS)
@@ -79,13 +79,13 @@ def test_parity_of_large_numbers() -> None:
         check_parity(expected, prices(2.0), ENCODINGS, "fp32")
 
 
-def test_results_do_not_depend_on_the_batch() -> None:
+def test_results_do_not_depend_on_the_batch():
     """Answers that are the same in a batch as alone pass, wherever they are wrong."""
     assert 0 == check_batch_invariance(answering(lambda _: 7.0), ENCODINGS, "int8")
 
 
 @pytest.mark.parametrize("moved", [1e-3, np.nan])
-def test_a_batch_dependent_graph_is_refused(moved: float) -> None:
+def test_a_batch_dependent_graph_is_refused(moved):
     """Answers that depend on the size of their batch do not."""
     with pytest.raises(
         ParityError, match=r"int8 packed: answers differ by .* alone and in a batch"
@@ -118,45 +118,45 @@ def test_a_batch_dependent_graph_is_refused(moved: float) -> None:
         "vectors decide nothing",
     ],
 )
-def test_same_decisions(head: Head, a: object, b: object, same: float) -> None:
+def test_same_decisions(head, a, b, same):
     """Each task has its own decisions: labels, tags, or the tokens where an answer starts and ends."""
     assert same == compare("head", head, outputs(a), outputs(b)).same
 
 
-def test_agreement_is_the_worst_input_s() -> None:
+def test_agreement_is_the_worst_input_s():
     """Difference and cosine are of the input that agrees least."""
     found = compare("head", None, outputs([1, 0], [1, 0]), outputs([1, 0], [0, 1]))
     assert (1.0, 0.0) == (found.difference, found.cosine)
 
 
-def test_agreement_with_nan_is_none() -> None:
+def test_agreement_with_nan_is_none():
     """A NaN in any input's output is never averaged or compared away."""
     found = compare("head", None, outputs([1, 0], [1, 0]), outputs([1, 0], [np.nan, 0]))
     assert np.isnan([found.difference, found.cosine]).all()
 
 
-def test_half_is_held_over_all_inputs() -> None:
+def test_half_is_held_over_all_inputs():
     """A head of one number, which has no cosine of its own, may round across zero."""
     demanded = check_half(outputs([4.0], [1e-4]), outputs([4.0], [-1e-4]), "fp16 packed")
     assert {"head": FP16_COSINE} == demanded
 
 
 @pytest.mark.parametrize(("found", "said"), [([3, 5], "0.9947"), ([np.nan, 4], "nan")])
-def test_half_names_graph_head_and_figure(found: list[float], said: str) -> None:
+def test_half_names_graph_head_and_figure(found, said):
     """What is further off than fp16 rounds, or no number, is refused."""
     line = f"fp16 packed: head head has cosine {said} with PyTorch"
     with pytest.raises(ParityError, match=line):
         check_half(outputs([3, 4]), outputs(found), "fp16 packed")
 
 
-def test_int8_leaves_a_margin() -> None:
+def test_int8_leaves_a_margin():
     """The goldens' tolerance is the cosine over all inputs, less a margin for other processors."""
     demanded = check_int8(outputs([3, 4], [0, 0]), outputs([3, 4], [0, 0]), "int8 packed")
     assert {"head": pytest.approx(1 - COSINE_MARGIN)} == demanded
 
 
 @pytest.mark.parametrize(("found", "said"), [([4, 0], "0.6000"), ([np.nan, 4], "nan")])
-def test_int8_names_graph_head_and_figure(found: list[float], said: str) -> None:
+def test_int8_names_graph_head_and_figure(found, said):
     """What is further off than eight bits round, or no number, is refused."""
     line = f"int8 packed: head head has cosine {said} with PyTorch"
     with pytest.raises(ParityError, match=line):

@@ -67,7 +67,7 @@ def batch(lengths: Sequence[int], vocab_size: int = 96, seed: int = 0) -> Packed
 def ours(packed: Packed) -> tuple[Tensor, Tensor, Tensor, PackedLayout]:
     """What our modules take."""
     ids = (packed.input_ids, packed.token_type_ids, packed.position_ids)
-    return (*map(torch.as_tensor, ids), PackedLayout.of(packed.layout))  # type: ignore[return-value]
+    return (*map(torch.as_tensor, ids), PackedLayout.of(packed.layout))
 
 
 def theirs(packed: Packed) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -37,7 +36,7 @@ def draw(lengths: list[int], seed: int = 0, heads: Heads = EQUAL) -> tuple[Parts
 
 
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=8), seed=st.integers(0, 99))
-def test_packed_is_the_definition(lengths: list[int], seed: int) -> None:
+def test_packed_is_the_definition(lengths, seed):
     """Packed attention is softmax attention within each sequence, for any lengths."""
     qkv, layout = draw(lengths, seed)
 
@@ -50,13 +49,13 @@ def test_packed_is_the_definition(lengths: list[int], seed: int) -> None:
 @any_heads
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 class TestLowerings:
-    def test_fused(self, lengths: list[int], heads: Heads, mask: Mask) -> None:
+    def test_fused(self, lengths, heads, mask):
         qkv, layout = draw(lengths, heads=heads)
         context = attention(*qkv, layout, *heads[:2], mask)
         expected = by_definition(*qkv, lengths, heads, mask)
         torch.testing.assert_close(context, expected, **TOLERANCE)
 
-    def test_written_out(self, lengths: list[int], heads: Heads, mask: Mask) -> None:
+    def test_written_out(self, lengths, heads, mask):
         """In half precision, with and without gradients."""
         qkv, layout = draw(lengths, heads=heads)
         half = [part.bfloat16().requires_grad_() for part in qkv]
@@ -67,7 +66,7 @@ class TestLowerings:
         context.sum().backward()
         assert all(part.grad is not None and part.grad.isfinite().all() for part in half)
 
-    def test_weights(self, lengths: list[int], heads: Heads, mask: Mask) -> None:
+    def test_weights(self, lengths, heads, mask):
         """Attention weights sum to one, are zero on padding, and give attention's own context."""
         qkv, layout = draw(lengths, heads=heads)
         attend = ScaledDotProductAttention(shape(num_attention_heads=HEADS), mask)
@@ -88,13 +87,11 @@ class TestLowerings:
         found = attend.eval()(*qkv, layout)
         torch.testing.assert_close(context.index_select(0, layout.pack), found, **TOLERANCE)
 
-    def test_varlen(
-        self, lengths: list[int], heads: Heads, mask: Mask, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_varlen(self, lengths, heads, mask, monkeypatch):
         """CUDA's kernel gets the boundaries, the window and the groups of heads."""
         from model import attention as module
 
-        def kernel(*tensors: Any, window_size: tuple[int, int], enable_gqa: bool, scale: float):
+        def kernel(*tensors, window_size, enable_gqa, scale):
             q, k, v, starts, ends, *longest = tensors
             assert torch.equal(starts, ends)
             assert longest == [max(lengths)] * 2
@@ -126,13 +123,13 @@ def test_bias_and_scale(lengths: list[int], each: bool, mask: Mask) -> None:
     torch.testing.assert_close(context, expected, **TOLERANCE)
 
 
-def test_groups_are_whole() -> None:
+def test_groups_are_whole():
     qkv, layout = draw([3])
     with pytest.raises(ValueError, match="4 heads are not a multiple of 3 heads of keys"):
         attention(*qkv, layout, HEADS, num_key_heads=3)
 
 
-def test_full_layout_gathers_nothing() -> None:
+def test_full_layout_gathers_nothing():
     """Sequences of one length give the same without the gather that others need."""
     qkv, layout = draw([6, 6, 6])
     assert layout.full
@@ -144,7 +141,7 @@ def test_full_layout_gathers_nothing() -> None:
     )
 
 
-def test_sequences_do_not_see_each_other() -> None:
+def test_sequences_do_not_see_each_other():
     """Changing one sequence leaves the others exactly as they were."""
     lengths = [5, 9, 3]
     qkv, layout = draw(lengths)
@@ -170,7 +167,7 @@ def graph_of(x: Tensor) -> set[str]:
     return found
 
 
-def test_dropout_written_out() -> None:
+def test_dropout_written_out():
     """Dropout takes weights away there, too, and gives the others more: the mean stays."""
     qkv, layout = draw([8, 8])
     half = [(0.01 * part).bfloat16().requires_grad_() for part in qkv]
@@ -202,11 +199,11 @@ def test_gradients(mask: Mask) -> None:
         torch.testing.assert_close(own.grad, other.grad, **TOLERANCE)
 
 
-def test_dropout_drops_weights() -> None:
+def test_dropout_drops_weights():
     """Dropout follows torch's seed, and changes what attention gives."""
     qkv, layout = draw([5, 3])
 
-    def dropped(seed: int) -> Tensor:
+    def dropped(seed):
         torch.manual_seed(seed)
         return attention(*qkv, layout, HEADS, dropout=0.5)
 

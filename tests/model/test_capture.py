@@ -7,7 +7,7 @@ from model.training.capture import capture
 from tests.model.helpers import batch, ours, shape
 
 
-def test_nothing_is_captured_after_the_block() -> None:
+def test_nothing_is_captured_after_the_block():
     """Each pass inside the block adds hidden states, projections and weights; a later pass adds none."""
     encoder = Bert(shape(vocab_size=200)).eval()
     inputs = ours(batch([5, 3], vocab_size=200))
@@ -23,7 +23,7 @@ def test_nothing_is_captured_after_the_block() -> None:
     assert captured.hidden_states[-1] is last
 
 
-def test_hidden_states_alone_by_default() -> None:
+def test_hidden_states_alone_by_default():
     """Projections and attention weights are captured only where requested."""
     encoder = Bert(shape(vocab_size=200)).eval()
 
@@ -33,7 +33,7 @@ def test_hidden_states_alone_by_default() -> None:
     assert [] == captured.projections == captured.attention_weights
 
 
-def test_other_encoders_are_not_captured() -> None:
+def test_other_encoders_are_not_captured():
     """A pass of another encoder, such as a student's, adds nothing to the capture."""
     encoder, other = (Bert(shape(vocab_size=200)).eval() for _ in range(2))
 

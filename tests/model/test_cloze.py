@@ -4,7 +4,6 @@ import gzip
 import json
 import random
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -28,7 +27,7 @@ def sentence_at(start: int) -> str:
     return HARBOUR[HARBOUR.rfind(". ", 0, start) + 1 :].split(". ")[0]
 
 
-def test_a_question_has_its_answer_where_it_says() -> None:
+def test_a_question_has_its_answer_where_it_says():
     """Twice at most of a passage, which stays as it is; names, numbers and other words are asked for."""
     found = made(HARBOUR)
     assert 50 < len(found) <= 100
@@ -41,7 +40,7 @@ def test_a_question_has_its_answer_where_it_says() -> None:
     assert [answer for answer in answers if answer.islower()]
 
 
-def test_a_question_is_made_of_the_words_around_its_answer() -> None:
+def test_a_question_is_made_of_the_words_around_its_answer():
     """Near ones of one sentence, of which some are lost, and one that asks."""
     asking = ["when", "what", "year", "in", "how", "many", "much", "who", "which", "where", "why"]
     asking += ["person", "place", "group"]
@@ -53,7 +52,7 @@ def test_a_question_is_made_of_the_words_around_its_answer() -> None:
         assert 3 < len(words) <= cloze.KEPT[1] + 3
 
 
-def test_a_question_may_keep_all_of_its_words() -> None:
+def test_a_question_may_keep_all_of_its_words():
     """And all answers may be names or numbers, where a sentence has any."""
     found = [
         one
@@ -68,21 +67,19 @@ def test_a_question_may_keep_all_of_its_words() -> None:
 
 
 @pytest.mark.parametrize("flag", ["--named", "--lost"])
-def test_a_share_is_from_0_to_1(
-    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_share_is_from_0_to_1(flag, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["cloze", "out.json.gz", "a.txt", flag, "1.5"])
     with pytest.raises(SystemExit):
         cloze.main()
     assert f"{flag}: 1.5 is not from 0 to 1" in capsys.readouterr().err
 
 
-def test_a_question_needs_words() -> None:
+def test_a_question_needs_words():
     """Of a sentence that is little more than the answer none is made."""
     assert cloze.make_question("Lorne it was.", 0, "Lorne", random.Random(1)) is None
 
 
-def test_a_question_does_not_say_the_answer() -> None:
+def test_a_question_does_not_say_the_answer():
     """If the sentence has the answer twice, both are removed from the question."""
     sentence = "Lorne was known as Lorne the old for a hundred years."
     rng = random.Random(1)
@@ -91,7 +88,7 @@ def test_a_question_does_not_say_the_answer() -> None:
     assert not [question for question in found if question and "Lorne" in question]
 
 
-def test_an_answer_is_without_the_quotes_around_it() -> None:
+def test_an_answer_is_without_the_quotes_around_it():
     """It begins and ends within them."""
     sentence = "He called it “red wool” or ‘hand made’ timber."
     found = {cloze.phrase(sentence, random.Random(seed)) for seed in range(200)} - {None}
@@ -113,7 +110,7 @@ def test_an_answer_is_without_the_quotes_around_it() -> None:
         ("wool — timber", False),
     ],
 )
-def test_an_answer_begins_and_ends_with_words_of_its_own(text: str, whole: bool) -> None:
+def test_an_answer_begins_and_ends_with_words_of_its_own(text, whole):
     assert cloze.may_be_answer(text) == whole
 
 
@@ -130,7 +127,7 @@ def test_an_answer_begins_and_ends_with_words_of_its_own(text: str, whole: bool)
         ("An iPhone of the 1990s is a lie.", []),
     ],
 )
-def test_names(sentence: str, names: list[str]) -> None:
+def test_names(sentence, names):
     """Capitals and numbers that stand together, but for the word that only begins a sentence."""
     found = list(cloze.names(sentence))
     assert [name for _, name in found] == names
@@ -147,7 +144,7 @@ def test_names(sentence: str, names: list[str]) -> None:
         ("dug by hand", {"what", "how", "why", "which"}),
     ],
 )
-def test_what_is_asked_for_goes_by_the_looks_of_the_answer(answer: str, words: set[str]) -> None:
+def test_what_is_asked_for_goes_by_the_looks_of_the_answer(answer, words):
     rng = random.Random(1)
     assert {cloze.question_word(answer, rng) for _ in range(50)} == words
 
@@ -166,9 +163,7 @@ def test_what_is_asked_for_goes_by_the_looks_of_the_answer(answer: str, words: s
         ("The ship left", "Kiel", "at night.", ""),
     ],
 )
-def test_the_kind_of_a_name_goes_by_the_words_next_to_it(
-    before: str, answer: str, after: str, kind: str
-) -> None:
+def test_the_kind_of_a_name_goes_by_the_words_next_to_it(before, answer, after, kind):
     """Titles, actions and prepositions, and the last word of the name; the name alone often shows nothing."""
     assert cloze.kind_of_name(answer, f"{before} ", f" {after}") == kind
 
@@ -183,16 +178,14 @@ def test_the_kind_of_a_name_goes_by_the_words_next_to_it(
         ("In all ", "40", "% came home.", {"what percentage", "how much", "what percent"}),
     ],
 )
-def test_a_question_asks_for_the_kind_of_its_answer(
-    before: str, answer: str, after: str, words: set[str]
-) -> None:
+def test_a_question_asks_for_the_kind_of_its_answer(before, answer, after, words):
     """Question words for persons, places, numbers and so on, where the sentence shows the kind."""
     rng = random.Random(1)
     found = {cloze.question_word(answer, rng, before, after) for _ in range(50)}
     assert found == words
 
 
-def test_a_passage_is_neither_short_nor_long() -> None:
+def test_a_passage_is_neither_short_nor_long():
     """Paragraphs that are short are read together; what is too long makes no questions."""
     paragraph = "Nobody knows it."
     assert [text.count(" ") + 1 for text in cloze.passages([paragraph] * 50)] == [126, 24]
@@ -200,9 +193,7 @@ def test_a_passage_is_neither_short_nor_long() -> None:
     assert not made(f"{HARBOUR} {HARBOUR} {HARBOUR} {HARBOUR}")
 
 
-def test_a_file_can_be_learnt_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_can_be_learnt_from(tmp_path, monkeypatch, capsys):
     """The same text gives the same file, which fine-tuning reads as it reads SQuAD."""
     text = tmp_path / "text.txt"
     other = HARBOUR.replace("Port Ansel", "Sund").replace("Lorne", "Vik")
@@ -220,7 +211,7 @@ def test_a_file_can_be_learnt_from(
     assert len(read) == len(paragraphs) == 3
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_not_there_is_named(tmp_path, monkeypatch):
     """In one line, and nothing is written."""
     out = tmp_path / "questions.json.gz"
     monkeypatch.setattr(sys, "argv", ["cloze", str(out), str(tmp_path / "absent.txt")])

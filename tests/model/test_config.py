@@ -1,7 +1,5 @@
 """A config says exactly what the hub's `config.json` says, or is refused."""
 
-from typing import Any
-
 import pytest
 import transformers
 
@@ -20,7 +18,7 @@ from model.families.nomic_bert import NomicBertConfig
         ("large", 24, 1024, 16),
     ],
 )
-def test_presets(name: str, layers: int, hidden: int, heads: int) -> None:
+def test_presets(name, layers, hidden, heads):
     """The presets have the shapes of Google's releases (and of MiniLM)."""
     config = preset(name)
 
@@ -29,20 +27,20 @@ def test_presets(name: str, layers: int, hidden: int, heads: int) -> None:
     assert config.vocab_size == 30_522
 
 
-def test_preset_with_overrides() -> None:
+def test_preset_with_overrides():
     """A preset's fields can be overridden, those it sets included."""
     config = preset("tiny", vocab_size=100, num_hidden_layers=1)
 
     assert (config.vocab_size, config.num_hidden_layers, config.hidden_size) == (100, 1, 128)
 
 
-def test_unknown_preset() -> None:
+def test_unknown_preset():
     """An unknown preset is refused with the names of those there are."""
     with pytest.raises(ValueError, match=f"'huge': one of {', '.join(PRESETS)}"):
         preset("huge")
 
 
-def test_preset_of_a_family() -> None:
+def test_preset_of_a_family():
     """A preset takes a family's kind of config, and its feed-forward the family's width."""
     config = preset("mini", ModernBertConfig, local_attention=32)
 
@@ -52,7 +50,7 @@ def test_preset_of_a_family() -> None:
         preset("mini", local_attention=32)
 
 
-def test_defaults_are_transformers() -> None:
+def test_defaults_are_transformers():
     """Every default is that of transformers."""
     theirs = transformers.BertConfig().to_dict()
 
@@ -62,7 +60,7 @@ def test_defaults_are_transformers() -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_round_trip_by_transformers(name: str) -> None:
+def test_round_trip_by_transformers(name):
     """A config comes back unchanged from transformers' own."""
     config = preset(name, layer_norm_eps=1e-6, hidden_dropout_prob=0.2)
 
@@ -71,7 +69,7 @@ def test_round_trip_by_transformers(name: str) -> None:
     assert BertConfig.from_dict(theirs.to_dict()) == config
 
 
-def test_from_dict_ignores_what_does_not_shape_the_encoder() -> None:
+def test_from_dict_ignores_what_does_not_shape_the_encoder():
     """Unknown fields and nulls of a hub config are passed over."""
     config = BertConfig.from_dict({"hidden_size": 24, "use_cache": True, "pad_token_id": None})
 
@@ -87,13 +85,13 @@ def test_from_dict_ignores_what_does_not_shape_the_encoder() -> None:
         ({"hidden_size": 100}, "hidden_size 100 is not a multiple of num_attention_heads 12"),
     ],
 )
-def test_refuses_what_it_would_compute_differently(fields: dict[str, Any], message: str) -> None:
+def test_refuses_what_it_would_compute_differently(fields, message):
     """A config that means another computation is refused by name."""
     with pytest.raises(ValueError, match=message):
         BertConfig.from_dict(fields)
 
 
-def test_nomic_berts_first_words() -> None:
+def test_nomic_berts_first_words():
     """The reader accepts its configuration in transformers' names, and in the names of its original code."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
     first = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_inner": 64, "layer_norm_epsilon": 1e-6}
@@ -129,7 +127,7 @@ def test_nomic_berts_first_words() -> None:
         ),
     ],
 )
-def test_nomic_berts_rotations(said: dict[str, Any], theta: float, longest: int) -> None:
+def test_nomic_berts_rotations(said, theta, longest):
     """Values under newer names count; with scaled rotations the reader limits the length instead."""
     found = NomicBertConfig.from_dict(said)
     assert (found.rope_theta, found.max_length) == (theta, longest)
@@ -149,7 +147,7 @@ def test_nomic_berts_rotations(said: dict[str, Any], theta: float, longest: int)
         ("rope_scaling", {"type": "linear", "factor": 4}),
     ],
 )
-def test_what_nomic_bert_is_not(said: str, value: Any) -> None:
+def test_what_nomic_bert_is_not(said, value):
     """Variants that would be computed otherwise are refused by name."""
     with pytest.raises(ValueError, match="rope_type" if said.startswith("rope") else said):
         NomicBertConfig.from_dict({said: value})

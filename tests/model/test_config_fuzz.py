@@ -37,7 +37,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=60, deadline=None, suppress_health_check=[*HealthCheck])
 @given(data=st.data())
-def test_one_field(family: str, folders: dict[str, Path], data: st.DataObject) -> None:
+def test_one_field(family, folders, data):
     """A field with another type, without a value, or left out."""
     names = sorted({s.name for table in tables_of(family) for s in table.settings})
     name = data.draw(st.sampled_from(names))
@@ -55,7 +55,7 @@ def test_one_field(family: str, folders: dict[str, Path], data: st.DataObject) -
 @example(document=[])
 @example(document={"model_type": []})
 @example(document={"model_type": "bert", "architectures": "BertModel"})
-def test_any_document(folders: dict[str, Path], document: Any) -> None:
+def test_any_document(folders, document):
     """Any JSON in the place of a configuration."""
     read_or_refuse(folders["bert"], document)
 

@@ -41,11 +41,11 @@ def told(text: str) -> list[tuple[str, ...]]:
     return [tuple(re.findall(r"[\w./-]+", line)) for line in text.splitlines() if "│" in line]
 
 
-def test_a_file_that_is_as_locked_is_read(data: Path) -> None:
+def test_a_file_that_is_as_locked_is_read(data):
     assert 1 == len(labelled_rows.read(data / "made/up.jsonl", "classification"))
 
 
-def test_a_changed_file_is_refused_with_both_sums(data: Path) -> None:
+def test_a_changed_file_is_refused_with_both_sums(data):
     """The error says how to lock what is there."""
     file = data / "made/up.jsonl"
     locked = bundle.hash_file(file)
@@ -58,9 +58,7 @@ def test_a_changed_file_is_refused_with_both_sums(data: Path) -> None:
     assert f"python -m model.dataset_files {data}/ --update" in message
 
 
-def test_a_corpus_is_compared_before_it_is_read(
-    data: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_corpus_is_compared_before_it_is_read(data, tokenizer_file, monkeypatch):
     """By pretraining, and when a tokenizer is made."""
     file = data / "made/up.jsonl"
     file.write_text("changed")
@@ -72,9 +70,7 @@ def test_a_corpus_is_compared_before_it_is_read(
 
 
 @pytest.mark.parametrize("where", ["data/made", "data"])
-def test_the_path_counts_wherever_one_stands(
-    data: Path, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_path_counts_wherever_one_stands(data, where, monkeypatch):
     """A relative path is known by where it leads."""
     (data / "made/up.jsonl").write_text("changed")
     monkeypatch.chdir(data.parent / where)
@@ -83,9 +79,7 @@ def test_the_path_counts_wherever_one_stands(
 
 
 @pytest.mark.parametrize("name", ["made/another.jsonl", "up.jsonl", "unmade/up.jsonl"])
-def test_other_files_are_not_even_hashed(
-    data: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_files_are_not_even_hashed(data, name, monkeypatch):
     """People have data of their own."""
     (data / name).parent.mkdir(exist_ok=True)
     (data / name).write_text('{"text": "b", "label": "x"}\n')
@@ -93,9 +87,7 @@ def test_other_files_are_not_even_hashed(
     assert 1 == len(labelled_rows.read(data / name, "classification"))
 
 
-def test_a_file_is_hashed_once_until_it_is_changed(
-    data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_hashed_once_until_it_is_changed(data, monkeypatch):
     file, hashed, real = data / "made/up.jsonl", [], bundle.hash_file
     monkeypatch.setattr(bundle, "hash_file", lambda path: hashed.append(path) or real(path))
     before = [checksums.hash_file(file), checksums.hash_file(file)]
@@ -104,9 +96,7 @@ def test_a_file_is_hashed_once_until_it_is_changed(
     assert (2, [before[0]] * 2, True) == (len(hashed), before, after != before[0])
 
 
-def test_a_folder_is_compared(
-    data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_is_compared(data, monkeypatch, capsys):
     """A missing file is accepted; a changed one is reported with a non-zero exit status."""
     run(monkeypatch, data)
     assert [
@@ -120,7 +110,7 @@ def test_a_folder_is_compared(
 
 
 @pytest.mark.parametrize("was", ["", "1" * 64])
-def test_update_locks_what_is_there(data: Path, was: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_update_locks_what_is_there(data, was, monkeypatch):
     """All else in the lock stays, what is missing too."""
     before = checksums.LOCK.read_text().replace(bundle.hash_file(data / "made/up.jsonl"), was)
     checksums.LOCK.write_text(before)
@@ -140,17 +130,13 @@ def test_update_locks_what_is_there(data: Path, was: str, monkeypatch: pytest.Mo
         (("[made-up]", "[made-up"), "line 2"),
     ],
 )
-def test_what_is_wrong_in_the_lock_is_named(
-    data: Path, change: tuple[str, str], reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_wrong_in_the_lock_is_named(data, change, reason, monkeypatch):
     checksums.LOCK.write_text(checksums.LOCK.read_text().replace(*change))
     with pytest.raises(SystemExit, match=f"dataset_files.toml: .*(?s:.*){reason}"):
         run(monkeypatch, data)
 
 
-def test_a_folder_that_is_not_there_is_an_error(
-    data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_is_not_there_is_an_error(data, monkeypatch):
     with pytest.raises(SystemExit, match="nowhere: no such folder"):
         run(monkeypatch, data / "nowhere")
 
@@ -173,13 +159,13 @@ def named() -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("reader", named())
-def test_all_that_is_read_is_locked(reader: str) -> None:
+def test_all_that_is_read_is_locked(reader):
     """Every file that a config or benchmark names is a data set's, so that its terms are known."""
     files = [file for locked in checksums.read_lock().values() for file in locked.files]
     assert [] == [n for n in named()[reader] if not any(file.startswith(n) for file in files)]
 
 
-def test_a_file_belongs_to_one_data_set() -> None:
+def test_a_file_belongs_to_one_data_set():
     locked = checksums.read_lock().values()
     files = [file for data_set in locked for file in data_set.files]
     assert len(files) == len(set(files)) > 50

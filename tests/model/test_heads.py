@@ -80,7 +80,7 @@ def test_packed_is_alone(joint: EncoderWithHeads, lengths: list[int]) -> None:
         torch.testing.assert_close(output, by_itself, **TOLERANCE)
 
 
-def test_mean_pooling() -> None:
+def test_mean_pooling():
     """The mean is over a sequence's own tokens."""
     lengths = [3, 1, 5]
     hidden_states = torch.arange(18.0).view(9, 2)
@@ -92,7 +92,7 @@ def test_mean_pooling() -> None:
     )
 
 
-def test_dense_layers_follow_pooling() -> None:
+def test_dense_layers_follow_pooling():
     """Dense layers, where a checkpoint has them, work on the pooled vector."""
     dense = nn.Sequential(nn.Linear(2, 3), nn.Tanh())
     hidden_states = torch.arange(18.0).view(9, 2)
@@ -103,13 +103,13 @@ def test_dense_layers_follow_pooling() -> None:
     assert torch.equal(vectors, dense(hidden_states[[0, 3, 4]]))
 
 
-def test_unknown_pooling() -> None:
+def test_unknown_pooling():
     """A pooling that is not ours is refused."""
     with pytest.raises(ValueError, match="'median': one of mean, cls"):
         SentenceEmbedding(["max", "median"])
 
 
-def test_masked_lm_is_tied() -> None:
+def test_masked_lm_is_tied():
     """The output matrix is the word embeddings: no parameter of its own, and both roles teach it."""
     model = Pretraining(shape(hidden_dropout_prob=0.0))
     hidden_states = torch.randn(3, 32)
@@ -153,7 +153,7 @@ def test_next_sentence_is_a_switch() -> None:
     assert not [name for name in model.state_dict() if "pooler" in name]
 
 
-def test_dropout_of_classifiers() -> None:
+def test_dropout_of_classifiers():
     """Classification heads drop of what they read in training, and only there."""
     config = shape(hidden_dropout_prob=0.5)
     hidden_states, layout = torch.randn(8, 32), ours(batch([5, 3]))[-1]

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -84,7 +83,7 @@ def locate(server: Hub, cache: Path, *sources: str, **more: str) -> list[str]:
     return list(json.loads(ran.stdout.splitlines()[-1]))
 
 
-def test_files(server: Hub, saved: Path, tmp_path: Path) -> None:
+def test_files(server, saved, tmp_path):
     """Each file is downloaded once if the reader opens it: no pickle next to safetensors, no other framework."""
     commit = server.publish(NAME, saved)
     (first,) = locate(server, tmp_path, NAME)
@@ -102,7 +101,7 @@ def test_files(server: Hub, saved: Path, tmp_path: Path) -> None:
     assert first == again
 
 
-def test_shards(server: Hub, saved: Path, tmp_path: Path) -> None:
+def test_shards(server, saved, tmp_path):
     """Shards come with their index, and pickles where there are no safetensors files."""
     plain = tmp_path / "plain"
     peer = hub.transformers.AutoModel.from_pretrained(saved)
@@ -123,7 +122,7 @@ def test_shards(server: Hub, saved: Path, tmp_path: Path) -> None:
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
 
 
-def test_revisions(server: Hub, saved: Path, tmp_path: Path) -> None:
+def test_revisions(server, saved, tmp_path):
     """A branch, a tag and a commit are pinned by NAME@REVISION; without one the newest commit is read."""
     old = tmp_path / "old"
     shutil.copytree(saved, old)
@@ -141,7 +140,7 @@ def test_revisions(server: Hub, saved: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flag", [True, False])
-def test_commit_in_the_manifest(flag: bool, server: Hub, saved: Path, tmp_path: Path) -> None:
+def test_commit_in_the_manifest(flag, server, saved, tmp_path):
     """A bundle says which commit of which repository it was made from."""
     commit = server.publish(NAME, saved, "v2")
     source = [NAME, "--revision", "v2"] if flag else [f"{NAME}@v2"]
@@ -164,7 +163,7 @@ def test_commit_in_the_manifest(flag: bool, server: Hub, saved: Path, tmp_path: 
     assert not [*(tmp_path / "out").glob("pytorch_model*")]
 
 
-def test_local_names(tmp_path: Path) -> None:
+def test_local_names(tmp_path):
     """A local path with an @ is a local path where it exists."""
     folder = tmp_path / "model@v1"
     folder.mkdir()
@@ -181,19 +180,19 @@ def test_local_names(tmp_path: Path) -> None:
         ("a/b@refs/pr/3", ("a/b", "refs/pr/3")),
     ],
 )
-def test_split_name(source: str, expected: Any) -> None:
+def test_split_name(source, expected):
     """The revision stands behind the first @."""
     assert expected == split_name(source)
 
 
 @pytest.mark.parametrize("source", ["a/b@", "@main", "@"])
-def test_half_a_name(source: str) -> None:
+def test_half_a_name(source):
     """A name without its revision, or the other way round, is refused."""
     with pytest.raises(CheckpointError, match="must be NAME or NAME@REVISION"):
         split_name(source)
 
 
-def test_join_name() -> None:
+def test_join_name():
     """`--revision` is the same as NAME@REVISION, and not both."""
     assert "a/b" == join_name("a/b", None)
     assert "a/b@v1" == join_name("a/b", "v1")
@@ -203,7 +202,7 @@ def test_join_name() -> None:
         join_name("package:gt/model", "v2")
 
 
-def test_patterns() -> None:
+def test_patterns():
     """One list names the files that readers open, at the top and in the folders of modules."""
     assert {"config.json", "modules.json", "vocab.txt", "model.safetensors.index.json"} < {
         *SETTINGS_FILES
@@ -211,7 +210,7 @@ def test_patterns() -> None:
     assert ["a", "*/a"] == with_folders(["a"])
 
 
-def test_weight_folders(saved: Path, tmp_path: Path) -> None:
+def test_weight_folders(saved, tmp_path):
     """Weights are read at the top, in the folders of modules, and in the generator's."""
     assert ["", "2_Dense"] == weight_folders(saved)
     (tmp_path / "generator").mkdir()

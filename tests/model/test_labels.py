@@ -1,5 +1,4 @@
 from pathlib import Path
-from typing import Any
 
 import pytest
 import transformers
@@ -21,14 +20,14 @@ PATH = Path("folder/config.json")
         {"id2label": None, "num_labels": None} | {"num_labels": 1},
     ],
 )
-def test_labels_are_transformers(config: dict[str, Any]) -> None:
+def test_labels_are_transformers(config):
     """Each index has the label that transformers reads for it."""
     theirs = transformers.BertConfig(**config)
     expected = tuple(theirs.id2label[index] for index in range(theirs.num_labels))
     assert expected == read_labels(PATH, config)
 
 
-def test_numbers_become_text() -> None:
+def test_numbers_become_text():
     """Labels that are numbers are answered as text."""
     assert ("1", "2.5") == read_labels(PATH, {"id2label": {"0": 1, "1": 2.5}})
 
@@ -47,7 +46,7 @@ def test_numbers_become_text() -> None:
         ({"id2label": {"0": "a", "1": "b"}, "num_labels": 3}, "num_labels = 3, but .* 2 labels"),
     ],
 )
-def test_other_labels(config: dict[str, Any], message: str) -> None:
+def test_other_labels(config, message):
     """Labels that cannot be numbered, or that disagree with their count, are refused by file and field."""
     with pytest.raises(CheckpointError, match=rf"^folder/config\.json: {message}"):
         read_labels(PATH, config)

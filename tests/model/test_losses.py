@@ -74,7 +74,7 @@ CASES: dict[str, tuple[int, Ours, Any]] = {
 
 
 @pytest.mark.parametrize(("columns", "ours", "peer"), CASES.values(), ids=CASES)
-def test_losses_of_embeddings(columns: int, ours: Ours, peer: Any) -> None:
+def test_losses_of_embeddings(columns, ours, peer):
     """Value and gradient, to 1e-6."""
     scored = ours in examples.SCORED.values()
     labels = [*SCORES] if scored else texts(columns)
@@ -89,7 +89,7 @@ def test_losses_of_embeddings(columns: int, ours: Ours, peer: Any) -> None:
     assert own.grad.abs().max() > 1e-2
 
 
-def test_triplets_are_of_vectors_as_served() -> None:
+def test_triplets_are_of_vectors_as_served():
     """Vectors have length 1 if the head's setting normalizes them."""
     peer = losses.TripletLoss(None, triplet_margin=1.0)
     unit = torch.nn.functional.normalize(vectors(3), dim=1)
@@ -123,7 +123,7 @@ class Logits(CrossEncoder):
         ("regression", cross_encoder.losses.MSELoss),
     ],
 )
-def test_losses_of_graded_pairs(problem_type: str | None, peer: Any) -> None:
+def test_losses_of_graded_pairs(problem_type, peer):
     """A single label by cross-entropy, a regression by squared error."""
     own = vectors(1)[:, :1].float().requires_grad_()
     labels = [np.float32([score]) for score in SCORES]

@@ -78,9 +78,7 @@ def settings(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family(
-    name: str, tokenizer_files: dict[str, Path], topics_file: Path, tmp_path: Path
-) -> None:
+def test_every_family(name, tokenizer_files, topics_file, tmp_path):
     """A run of each leaves what transformers reads whole, and what another run goes on from."""
     arguments = (name, tokenizer_files[name], topics_file)
     pretrain.pretrain(settings(*arguments, tmp_path / "first"))
@@ -161,7 +159,7 @@ def learn(
     ("name", "of_words_alone"),
     [("roberta", 0.85), ("bert", 0.85), ("albert", 0.95), ("electra", 0.96)],
 )
-def test_hidden_tokens(name: str, of_words_alone: float, learn: Callable[[str], Learnt]) -> None:
+def test_hidden_tokens(name, of_words_alone, learn):
     """Are guessed better than from how frequent words are; by ELECTRA's generator, which is small, a little better."""
     learnt = learn(name)
     found = pretrain.evaluate(learnt.model, learnt.held)
@@ -169,7 +167,7 @@ def test_hidden_tokens(name: str, of_words_alone: float, learn: Callable[[str], 
 
 
 @pytest.mark.parametrize("name", ["bert", "albert"])
-def test_pairs(name: str, learn: Callable[[str], Learnt]) -> None:
+def test_pairs(name, learn):
     """Whether a text is the next one (a quarter of the false ones keep to the topic), or two stand in order."""
     learnt = learn(name)
     with torch.no_grad():
@@ -186,7 +184,7 @@ def test_pairs(name: str, learn: Callable[[str], Learnt]) -> None:
     assert found[FAMILIES[name].pair_objective] < 0.8 * math.log(2)
 
 
-def test_replaced_tokens(learn: Callable[[str], Learnt]) -> None:
+def test_replaced_tokens(learn):
     """A replaced word has a higher score than an original one, and the loss is below a constant prediction's loss."""
     learnt = learn("electra")
     suspicion, replaced, of_words = [], [], []

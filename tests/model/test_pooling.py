@@ -18,13 +18,13 @@ TOLERANCE: dict[str, Any] = {"rtol": 0, "atol": 1e-6}
 CASES = [*POOLINGS, ("mean", "cls"), ("lasttoken", "max", "weightedmean")]
 
 
-def test_modes() -> None:
+def test_modes():
     """Manifests, PyTorch and sentence-transformers have the same modes."""
     assert {*POOLINGS} == {*get_args(PoolingMode)} == {*Pooling.POOLING_MODES}
 
 
 @pytest.mark.parametrize("pooling", CASES)
-def test_sentence_transformers(pooling: str | tuple[str, ...]) -> None:
+def test_sentence_transformers(pooling):
     """Of packed states, and of a sequence by itself."""
     states = torch.randn(sum(LENGTHS), WIDTH) - 3  # a padding slot of zeros would be the maximum
     layout = packing.make_layout(LENGTHS)

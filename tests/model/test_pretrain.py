@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +40,13 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "length"), [(0, 128), (89, 128), (90, 512), (99, 512), (100, 512)]
 )
-def test_phases(step: int, length: int) -> None:
+def test_phases(step, length):
     """Each phase has its share of the steps, and the last one what is left."""
     phases = [pretrain.Phase(0.9, 128, 8192), pretrain.Phase(0.1, 512, 8192)]
     assert pretrain.phase_at(step, 100, phases).length == length
 
 
-def test_corpus_files(tmp_path: Path) -> None:
+def test_corpus_files(tmp_path):
     """Folders stand for the corpus files in them, in order; lists of titles are none."""
     for name in ("b.gz", "a.txt", "a.titles.txt", "README.md", "c.xz"):
         (tmp_path / name).touch()
@@ -79,7 +78,7 @@ def model_for(tokenizer: Tokenizer, **fields: Any) -> Pretraining:
     return model
 
 
-def test_losses(drawn: PretrainingBatch, small_tokenizer: Tokenizer) -> None:
+def test_losses(drawn, small_tokenizer):
     """The losses are the mean over masked tokens, the mean over pairs, and their sum."""
     model = model_for(small_tokenizer)
 
@@ -94,7 +93,7 @@ def test_losses(drawn: PretrainingBatch, small_tokenizer: Tokenizer) -> None:
     torch.testing.assert_close(found, {"loss": mlm + nsp, "mlm": mlm, "nsp": nsp}, **TOLERANCE)
 
 
-def test_loss_at_masked_positions_only(drawn: PretrainingBatch, small_tokenizer: Tokenizer) -> None:
+def test_loss_at_masked_positions_only(drawn, small_tokenizer):
     """The state and the target of a token change the loss only if the token is masked."""
     model = model_for(small_tokenizer, next_sentence=False)
     states = []
@@ -110,7 +109,7 @@ def test_loss_at_masked_positions_only(drawn: PretrainingBatch, small_tokenizer:
     assert len(drawn.labels) == len(drawn.masked) < len(drawn.inputs[0]) / 4
 
 
-def test_evaluate(held: pretraining_batches.Samples, small_tokenizer: Tokenizer) -> None:
+def test_evaluate(held, small_tokenizer):
     """Evaluating averages over samples without dropout, and leaves the model in training."""
     model = model_for(small_tokenizer, hidden_dropout_prob=0.5).train()
 
@@ -120,7 +119,7 @@ def test_evaluate(held: pretraining_batches.Samples, small_tokenizer: Tokenizer)
     assert found == pretrain.evaluate(model, [held])
 
 
-def test_accuracies(held: pretraining_batches.Samples, small_tokenizer: Tokenizer) -> None:
+def test_accuracies(held, small_tokenizer):
     """The accuracy of an objective is its share of right predictions, in pieces, too."""
     model = model_for(small_tokenizer)
     batch = held.pack()
@@ -134,7 +133,7 @@ def test_accuracies(held: pretraining_batches.Samples, small_tokenizer: Tokenize
     assert (found["mlm_accuracy"], found["nsp_accuracy"]) == pytest.approx((tokens, pairs))
 
 
-def test_evaluate_in_pieces(held: pretraining_batches.Samples, small_tokenizer: Tokenizer) -> None:
+def test_evaluate_in_pieces(held, small_tokenizer):
     """With a lower limit of tokens the losses are the same, and no batch exceeds the limit."""
     model, read = model_for(small_tokenizer), []
     model.encoder.register_forward_pre_hook(lambda _, inputs: read.append(len(inputs[0])))
@@ -197,9 +196,7 @@ def tensors(state: Any) -> list[torch.Tensor]:
     ("family", "optimizer"),
     [("bert", "adamw"), ("bert", "muon"), ("albert", "adamw"), ("electra", "adamw")],
 )
-def test_resumed_is_uninterrupted(
-    tmp_path: Path, arguments: dict[str, Any], family: str, optimizer: str
-) -> None:
+def test_resumed_is_uninterrupted(tmp_path, arguments, family, optimizer):
     """A run killed two steps after it saved ends, resumed, with the same losses bit by bit.
 
     Whatever was drawn meanwhile, as the tokens of ELECTRA's generator are when it is evaluated.
@@ -224,9 +221,7 @@ def test_resumed_is_uninterrupted(
     assert found[0]["fixed_batches"] == found[1]["fixed_batches"]
 
 
-def test_text_is_held_out(
-    tmp_path: Path, arguments: dict[str, Any], corpus_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_text_is_held_out(tmp_path, arguments, corpus_file, capsys):
     """A share of the documents is not trained on: losses and accuracies on it are logged and written."""
     texts = corpus_file.read_text(encoding="utf-8").split("\n\n")
     many = tmp_path / "many.txt"
@@ -245,7 +240,7 @@ def test_text_is_held_out(
 
 
 @pytest.mark.parametrize("family", ["bert", "electra", "roberta"])
-def test_report(tmp_path: Path, arguments: dict[str, Any], family: str) -> None:
+def test_report(tmp_path, arguments, family):
     """The page has curves, predictions for masked tokens over the steps, also before a pause, and attention."""
     tokenizer_file = arguments["tokenizer"]
     if family == "roberta":
@@ -266,9 +261,7 @@ def test_report(tmp_path: Path, arguments: dict[str, Any], family: str) -> None:
 
 
 @pytest.mark.parametrize(("end", "saved"), [(interrupted, 3), (stopped, 5)])
-def test_a_stopped_run_has_a_checkpoint(
-    tmp_path: Path, arguments: dict[str, Any], end: Callable[..., Any], saved: int
-) -> None:
+def test_a_stopped_run_has_a_checkpoint(tmp_path, arguments, end, saved):
     """Every save writes a checkpoint that fine-tuning and `fill` read; resumed, the run has the same bytes."""
     run(tmp_path / "whole", arguments)
     cut = tmp_path / "cut"
@@ -289,9 +282,7 @@ def test_a_stopped_run_has_a_checkpoint(
     assert last(cut)["history"] == last(tmp_path / "whole")["history"]
 
 
-def test_another_run_into_the_same_directory_is_refused(
-    tmp_path: Path, arguments: dict[str, Any], corpus_file: Path
-) -> None:
+def test_another_run_into_the_same_directory_is_refused(tmp_path, arguments, corpus_file):
     """A corpus with other text is another run, also under the same name; --fresh begins anew."""
     text = tmp_path / "text.txt"
     text.write_text(corpus_file.read_text())
@@ -304,7 +295,7 @@ def test_another_run_into_the_same_directory_is_refused(
     assert len(last(tmp_path / "run")["history"]) == 1
 
 
-def test_dropout_is_on(tmp_path: Path, arguments: dict[str, Any]) -> None:
+def test_dropout_is_on(tmp_path, arguments):
     """The same run without dropout has other losses: what is resumed equally is drawn at random."""
     short = {**arguments, "steps": 1}
     run(tmp_path / "on", short)
@@ -313,9 +304,7 @@ def test_dropout_is_on(tmp_path: Path, arguments: dict[str, Any]) -> None:
     assert last(tmp_path / "on")["history"] != last(tmp_path / "off")["history"]
 
 
-def test_what_a_run_leaves(
-    tmp_path: Path, arguments: dict[str, Any], drawn: PretrainingBatch
-) -> None:
+def test_what_a_run_leaves(tmp_path, arguments, drawn):
     """A run writes metrics and a resumable checkpoint that transformers reads, with the teachers' names."""
     run(tmp_path / "first", {**arguments, "steps": 2})
     folder = tmp_path / "first" / "checkpoint"
@@ -340,16 +329,14 @@ def test_what_a_run_leaves(
     torch.testing.assert_close(kept, first, rtol=0, atol=1e-8)
 
 
-def test_a_checkpoint_is_replaced_whole(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any]
-) -> None:
+def test_a_checkpoint_is_replaced_whole(monkeypatch, tmp_path, arguments):
     """A run that cannot write its own leaves the one that there was; one that can leaves nothing of it."""
     output, folder = tmp_path / "run", tmp_path / "run" / "checkpoint"
     run(output, {**arguments, "family": "electra", "steps": 1})
     (output / "last.pt").unlink()
     electra = contents(folder)
 
-    def full_disk(source: Path, target: Path) -> None:
+    def full_disk(source, target):
         raise OSError("no space")
 
     with monkeypatch.context() as patched:
@@ -368,14 +355,12 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_weights_of_losses(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any]
-) -> None:
+def test_weights_of_losses(monkeypatch, tmp_path, arguments):
     """The total is the weighted sum of the losses, with weights of the settings or the family."""
-    told: list[dict[str, float]] = []
+    told = []
     step = TrainingRun.step
 
-    def listen(run: TrainingRun, number: int, losses: dict[str, float], *rest: Any) -> None:
+    def listen(run, number, losses, *rest):
         told.append(losses)
         step(run, number, losses, *rest)
 
@@ -392,13 +377,7 @@ def test_weights_of_losses(
 @pytest.mark.parametrize(
     ("family", "rate"), [("bert", 0.15), ("modernbert", 0.3), ("nomic_bert", 0.3)]
 )
-def test_share_of_hidden_tokens(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    arguments: dict[str, Any],
-    family: str,
-    rate: float,
-) -> None:
+def test_share_of_hidden_tokens(monkeypatch, tmp_path, arguments, family, rate):
     """The default share is the family's."""
     made, drawn = [], Sampler.samples
     monkeypatch.setattr(
@@ -412,9 +391,7 @@ def test_share_of_hidden_tokens(
 
 @pytest.mark.parametrize("had", [True, False])
 @pytest.mark.parametrize("wanted", [True, False])
-def test_next_sentences_and_dropout_are_as_set(
-    tmp_path: Path, arguments: dict[str, Any], had: bool, wanted: bool
-) -> None:
+def test_next_sentences_and_dropout_are_as_set(tmp_path, arguments, had, wanted):
     """The settings replace the checkpoint's; weights of both continue."""
     first = {**arguments, "steps": 1, "next_sentence": had}
     run(tmp_path / "first", first)
@@ -432,7 +409,7 @@ def test_next_sentences_and_dropout_are_as_set(
         torch.testing.assert_close(states[1][name], states[0][name], rtol=0, atol=1e-8)
 
 
-def test_heads_that_match(tmp_path: Path, arguments: dict[str, Any]) -> None:
+def test_heads_that_match(tmp_path, arguments):
     """Token-matching heads are made in the configured number of layers, and training continues from them."""
     settings = {"family": "nomic_bert", "steps": 1, "lr": 1e-9}
     for layers in (0, 1):
@@ -447,14 +424,12 @@ def test_heads_that_match(tmp_path: Path, arguments: dict[str, Any]) -> None:
         assert wanted != torch.allclose(weight, without[name], rtol=0, atol=1e-6)
 
 
-def test_the_recipe_is_followed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any]
-) -> None:
+def test_the_recipe_is_followed(monkeypatch, tmp_path, arguments):
     """The rate rises and falls as planned, gradients are clipped, and as many tokens masked as asked."""
     rates, norms = watch_steps(monkeypatch)
     masked, losses = [], pretrain.losses
 
-    def counted(model: Any, batch: PretrainingBatch, *shares: Any) -> Any:
+    def counted(model, batch, *shares):
         masked.append(len(batch.masked) / len(batch.inputs[0]))
         return losses(model, batch, *shares)
 
@@ -468,18 +443,16 @@ def test_the_recipe_is_followed(
     assert 0.3 < sum(masked) / len(masked) < 0.45
 
 
-def test_fewer_and_fewer_are_hidden(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any]
-) -> None:
+def test_fewer_and_fewer_are_hidden(monkeypatch, tmp_path, arguments):
     """From the first rate evenly to the last one; what is measured on the way is hidden at the mean of both."""
     trained, held = [], []
     step, evaluate = pretrain.Trainer.step, pretrain.evaluate
 
-    def stepped(self: Any, whole: pretraining_batches.Samples, *args: Any) -> Any:
+    def stepped(self, whole, *args):
         trained.append(sum(whole.predictions) / whole.tokens)
         return step(self, whole, *args)
 
-    def evaluated(model: Any, fixed: list[pretraining_batches.Samples], tokens: int) -> Any:
+    def evaluated(model, fixed, tokens):
         held.extend(sum(whole.predictions) / whole.tokens for whole in fixed)
         return evaluate(model, fixed, tokens)
 
@@ -494,17 +467,15 @@ def test_fewer_and_fewer_are_hidden(
 
 
 @pytest.mark.parametrize("rates", [{"mask_rate": 0.0}, {"final_mask_rate": 1.0}])
-def test_a_rate_that_is_no_share(rates: dict[str, float]) -> None:
+def test_a_rate_that_is_no_share(rates):
     with pytest.raises(
         ValueError,
         match=r"^(final_)?mask_rate: Input should be .* than [01], not [01]\.0$",
     ):
-        pretrain.PretrainSettings(output="", corpus=[], tokenizer="", **rates)  # type: ignore[arg-type]
+        pretrain.PretrainSettings(output="", corpus=[], tokenizer="", **rates)
 
 
-def test_minutes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any]
-) -> None:
+def test_minutes(monkeypatch, tmp_path, arguments):
     """A budget becomes a run's number of steps, once; what was measured it by leaves no trace in the model."""
     seconds = itertools.count(step=0.5)
     monkeypatch.setattr(pretrain.time, "monotonic", lambda: next(seconds))
@@ -533,16 +504,12 @@ def test_minutes(
     assert len(last(tmp_path / "run")["history"]) == 2 * plan["steps"]
 
 
-def test_phases_of_a_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any]
-) -> None:
+def test_phases_of_a_run(monkeypatch, tmp_path, arguments):
     """Steps are of as many tokens, in samples as long, as their phase says."""
-    drawn: list[tuple[int, ...]] = []
+    drawn = []
     step = pretrain.Trainer.step
 
-    def listen(
-        trainer: pretrain.Trainer, whole: pretraining_batches.Samples, *rest: Any
-    ) -> dict[str, float]:
+    def listen(trainer, whole, *rest):
         drawn.append(whole.lengths)
         return step(trainer, whole, *rest)
 
@@ -553,11 +520,9 @@ def test_phases_of_a_run(
     assert drawn == [(16,) * 4] * 2 + [(16,) * 8] + [(32,) * 4]
 
 
-def test_whole_words(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: dict[str, Any]
-) -> None:
+def test_whole_words(monkeypatch, tmp_path, arguments):
     """With whole-word masking, the masking code receives the continuation tokens."""
-    known: list[Any] = []
+    known = []
     make = pretraining_batches.Sampler
     monkeypatch.setattr(pretrain, "Sampler", lambda *given: known.append(given[-1]) or make(*given))
     for asked in (False, True):
@@ -573,11 +538,9 @@ def test_whole_words(
     ("asked", "device", "compiled"),
     [("yes", "cpu", True), ("no", "cpu", False), ("auto", "cpu", False), ("auto", "cuda", True)],
 )
-def test_compiling(
-    monkeypatch: pytest.MonkeyPatch, asked: str, device: str, compiled: bool
-) -> None:
+def test_compiling(monkeypatch, asked, device, compiled):
     """The step is compiled as asked, and by itself on a GPU."""
-    done: list[bool] = []
+    done = []
     monkeypatch.setattr(pretrain.Objective, "compile", lambda self: done.append(True))
     monkeypatch.setattr(torch.nn.Module, "to", lambda self, device: self)
     monkeypatch.setattr(optim, "precision", lambda *_: torch.float32)
@@ -614,13 +577,7 @@ def test_compiling(
         ({"corpus": ["nowhere.txt"]}, "nowhere.txt"),
     ],
 )
-def test_mistakes_are_reported(
-    tmp_path: Path,
-    arguments: dict[str, Any],
-    capsys: pytest.CaptureFixture[str],
-    fields: dict[str, Any],
-    message: str,
-) -> None:
+def test_mistakes_are_reported(tmp_path, arguments, capsys, fields, message):
     """In one line, before anything is written."""
     with pytest.raises(SystemExit) as ended:
         run(tmp_path / "run", {**arguments, **fields})
@@ -628,9 +585,7 @@ def test_mistakes_are_reported(
     assert not (tmp_path / "run").exists()
 
 
-def test_goes_on_with_the_same_tokens(
-    tmp_path: Path, arguments: dict[str, Any], small_tokenizer: Tokenizer, tokenizer_file: Path
-) -> None:
+def test_goes_on_with_the_same_tokens(tmp_path, arguments, small_tokenizer, tokenizer_file):
     """A checkpoint whose tokens have other numbers is refused, be there as many of them."""
     begun = tmp_path / "begun"
     model = Pretraining(
@@ -658,14 +613,7 @@ def test_goes_on_with_the_same_tokens(
         ({"corpus": ["notes.md"]}, r"notes\.md: the corpus is read from"),
     ],
 )
-def test_what_does_not_fit(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    arguments: dict[str, Any],
-    tokenizer_file: Path,
-    fields: dict[str, Any],
-    message: str,
-) -> None:
+def test_what_does_not_fit(monkeypatch, tmp_path, arguments, tokenizer_file, fields, message):
     """Samples longer than the positions, or ids beyond the vocabulary, are refused at the start."""
     monkeypatch.chdir(tmp_path)
     Path("notes.md").touch()

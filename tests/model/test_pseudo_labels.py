@@ -60,9 +60,7 @@ def text_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_labels_are_those_of_the_service(
-    tmp_path: Path, tokenizer_file: Path, text_file: Path, run: Callable[..., None]
-) -> None:
+def test_labels_are_those_of_the_service(tmp_path, tokenizer_file, text_file, run):
     """Each sentence is a row with the label that the service's decoding ranks first."""
     checkpoint = save(tmp_path / "teacher", tokenizer_file, *HEADS)
     out = tmp_path / "tone.jsonl.gz"
@@ -89,9 +87,7 @@ def test_labels_are_those_of_the_service(
         assert row.labels == (best.label,)
 
 
-def test_tags_are_read_as_rows_of_ner(
-    tmp_path: Path, tokenizer_file: Path, text_file: Path, run: Callable[..., None]
-) -> None:
+def test_tags_are_read_as_rows_of_ner(tmp_path, tokenizer_file, text_file, run):
     """Marks are words of their own, as in CoNLL-2003, and the only head needs no name."""
     out = tmp_path / "names.conll.gz"
     run(save(tmp_path / "teacher", tokenizer_file, "names"), out, text_file)
@@ -101,9 +97,7 @@ def test_tags_are_read_as_rows_of_ner(
     assert len({tag for row in rows for tag in row.tags}) > 1  # the teacher does not only say O
 
 
-def test_the_same_command_writes_the_same_bytes(
-    tmp_path: Path, tokenizer_file: Path, text_file: Path, run: Callable[..., None]
-) -> None:
+def test_the_same_command_writes_the_same_bytes(tmp_path, tokenizer_file, text_file, run):
     checkpoint = save(tmp_path / "teacher", tokenizer_file, "tone")
     files = [tmp_path / "a.jsonl.gz", tmp_path / "b.jsonl.gz"]
     for file in files:
@@ -112,9 +106,7 @@ def test_the_same_command_writes_the_same_bytes(
 
 
 @pytest.mark.parametrize("name", ["tone", "names"])
-def test_uncertain_texts_are_left_out(
-    name: str, tmp_path: Path, tokenizer_file: Path, text_file: Path, run: Callable[..., None]
-) -> None:
+def test_uncertain_texts_are_left_out(name, tmp_path, tokenizer_file, text_file, run):
     """The score of a text is its label's, or the lowest of its tokens'; no text leaves no file."""
     checkpoint = save(tmp_path / "teacher", tokenizer_file, name)
     task = HEADS[name].task
@@ -134,7 +126,7 @@ def test_uncertain_texts_are_left_out(
     assert kept == sorted(kept, reverse=True)
 
 
-def test_a_text_has_one_to_several_sentences_of_a_paragraph(tmp_path: Path) -> None:
+def test_a_text_has_one_to_several_sentences_of_a_paragraph(tmp_path):
     """No sentence is in two texts, and no text spans two paragraphs."""
     path = tmp_path / "many.txt"
     sentences = [[f"This is sentence {i} of paragraph {j}." for i in range(7)] for j in range(40)]
@@ -148,7 +140,7 @@ def test_a_text_has_one_to_several_sentences_of_a_paragraph(tmp_path: Path) -> N
         assert len(numbers) == 1
 
 
-def test_texts_come_evenly_from_each_file(tmp_path: Path) -> None:
+def test_texts_come_evenly_from_each_file(tmp_path):
     """A long file does not displace a short one, and a text of both files is one text."""
     files = []
     for name, count in (("long", 300), ("short", 20)):
@@ -161,7 +153,7 @@ def test_texts_come_evenly_from_each_file(tmp_path: Path) -> None:
     assert sum("short" in text for text in texts) >= 9
 
 
-def test_texts_of_json_lines_are_sentences(tmp_path: Path) -> None:
+def test_texts_of_json_lines_are_sentences(tmp_path):
     """Labels are ignored, and may be missing; very short and very long sentences are left out."""
     path = tmp_path / "reviews.jsonl.gz"
     long = " ".join(["very"] * 80)
@@ -174,9 +166,7 @@ def test_texts_of_json_lines_are_sentences(tmp_path: Path) -> None:
     assert sorted(texts) == ["The soup was cold again.", "We liked the food a lot."]
 
 
-def test_a_row_without_a_text_is_named(
-    tmp_path: Path, tokenizer_file: Path, run: Callable[..., None]
-) -> None:
+def test_a_row_without_a_text_is_named(tmp_path, tokenizer_file, run):
     path = tmp_path / "reviews.jsonl"
     path.write_text('{"text": "The soup was cold again."}\n{"label": "x"}\n', encoding="utf-8")
     checkpoint = save(tmp_path / "teacher", tokenizer_file, "tone")
@@ -193,14 +183,7 @@ def test_a_row_without_a_text_is_named(
         (["a.conll.gz", "--head", "tone"], r"rows of classification are written to \.jsonl\.gz"),
     ],
 )
-def test_wrong_arguments_are_one_line(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    tokenizer_file: Path,
-    text_file: Path,
-    run: Callable[..., None],
-) -> None:
+def test_wrong_arguments_are_one_line(arguments, message, tmp_path, tokenizer_file, text_file, run):
     checkpoint = save(tmp_path / "teacher", tokenizer_file, *HEADS)
     out, *options = arguments
     with pytest.raises(SystemExit, match=message):
@@ -208,22 +191,20 @@ def test_wrong_arguments_are_one_line(
     assert not (tmp_path / out).exists()
 
 
-def test_a_teacher_without_labels_is_refused(
-    tmp_path: Path, tokenizer_file: Path, text_file: Path, run: Callable[..., None]
-) -> None:
+def test_a_teacher_without_labels_is_refused(tmp_path, tokenizer_file, text_file, run):
     checkpoint = save(tmp_path / "teacher", tokenizer_file, "vectors")
     with pytest.raises(SystemExit, match="no head gives a text one label or each word a tag"):
         run(checkpoint, tmp_path / "a.jsonl.gz", text_file)
 
 
-def test_words_keep_initials_and_inner_marks() -> None:
+def test_words_keep_initials_and_inner_marks():
     """As CoNLL-2003 has them."""
     text = 'The U.S. envoy, Jean-Luc O\'Neil, paid 1,200.50 for "AT&T".'
     spaced = 'The U.S. envoy , Jean-Luc O\'Neil , paid 1,200.50 for " AT&T " .'
     assert pseudo_labels.WORD.findall(text) == spaced.split()
 
 
-def test_gzip_files_have_no_time(tmp_path: Path) -> None:
+def test_gzip_files_have_no_time(tmp_path):
     """The number of parts is returned, and folders are made."""
     rng = random.Random(0)
     parts = [f"{rng.random()}\n" for _ in range(5)]

@@ -16,7 +16,7 @@ from tests import samples
 TEXTS = ["the unaffable river affected the café", "The river is unaffected, unlike the Café"] * 10
 
 
-def test_special_tokens_come_first() -> None:
+def test_special_tokens_come_first():
     """The special tokens have the first five ids, in the order that is Google's."""
     trained = train(TEXTS, vocab_size=60)
 
@@ -32,7 +32,7 @@ OTHERWISE = dict.fromkeys(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_has_its_own(name: str) -> None:
+def test_every_family_has_its_own(name):
     """Its special tokens come first, stand where they should, and texts come back as they were."""
     family = FAMILIES[name]
     trained = train(TEXTS, vocab_size=400, family=family)
@@ -48,7 +48,7 @@ def test_every_family_has_its_own(name: str) -> None:
     assert trained.decode(trained.encode(text).ids) == text
 
 
-def test_word_pieces() -> None:
+def test_word_pieces():
     """Words are cut into known pieces, continued by ##; what has none is unknown."""
     trained = train(TEXTS, vocab_size=60)
 
@@ -62,13 +62,13 @@ def test_word_pieces() -> None:
     assert trained.decode(encoding.ids[:-1]) == "unaffected"
 
 
-def test_vocabulary_size_is_a_limit() -> None:
+def test_vocabulary_size_is_a_limit():
     """The vocabulary is not larger than the limit."""
     assert train(TEXTS, vocab_size=50).get_vocab_size() == 50
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta"])
-def test_the_same_everywhere(family: str) -> None:
+def test_the_same_everywhere(family):
     """Another process learns the same tokenizer from the same texts."""
     program = (
         "from model.families.registry import FAMILIES; from model.tokenizer import train; from tests import samples;"
@@ -83,7 +83,7 @@ def test_the_same_everywhere(family: str) -> None:
     assert json.loads(output.stdout) == json.loads(here.to_str())
 
 
-def test_letters_within_words() -> None:
+def test_letters_within_words():
     """Every letter can go on with a word, and nothing else can: not what is always split off."""
     vocabulary = train(["a b, c 漢"], vocab_size=60).get_vocab()
 
@@ -94,14 +94,14 @@ def test_letters_within_words() -> None:
 @pytest.mark.parametrize(
     ("lowercase", "tokens"), [(True, ["the", "cafe"]), (False, ["The", "Café"])]
 )
-def test_lowercase(lowercase: bool, tokens: list[str]) -> None:
+def test_lowercase(lowercase, tokens):
     """The uncased kind drops case and accents, the cased kind keeps both."""
     trained = train(TEXTS, vocab_size=200, lowercase=lowercase)
 
     assert trained.encode("The Café", add_special_tokens=False).tokens == tokens
 
 
-def test_template() -> None:
+def test_template():
     """A text is framed by [CLS] and [SEP]; of a pair, the second with its [SEP] is segment 1."""
     trained = train(TEXTS, vocab_size=200)
 
@@ -113,14 +113,14 @@ def test_template() -> None:
     assert pair.type_ids == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
-def test_mask_in_a_text() -> None:
+def test_mask_in_a_text():
     """[MASK] written in a text is the mask token, not five pieces."""
     trained = train(TEXTS, vocab_size=200)
 
     assert trained.encode("the [MASK] is", add_special_tokens=False).tokens[1] == "[MASK]"
 
 
-def test_round_trip(tmp_path: Path) -> None:
+def test_round_trip(tmp_path):
     """A tokenizer comes back whole from its file, without truncation or padding."""
     trained = train(TEXTS, vocab_size=100)
 
@@ -133,14 +133,7 @@ def test_round_trip(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("flags", "cased"), [([], False), (["--cased"], True)])
-def test_command(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    corpus_file: Path,
-    flags: list[str],
-    cased: bool,
-) -> None:
+def test_command(monkeypatch, capsys, tmp_path, corpus_file, flags, cased):
     """The command reads files, writes `tokenizer.json` to the given path, and prints the vocabulary size."""
     out = tmp_path / "new" / "tokenizer.json"
     arguments = [str(out), str(corpus_file), "--vocab-size", "150", *flags]
@@ -154,9 +147,7 @@ def test_command(
     assert capsys.readouterr().out == f"{out}: 150 tokens\n"
 
 
-def test_the_command_says_which_file_is_none_of_text(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_command_says_which_file_is_none_of_text(monkeypatch, tmp_path):
     """In a line, not a traceback; nothing is written."""
     (tmp_path / "README.md").write_text("a")
     arguments = [str(tmp_path / "tokenizer.json"), str(tmp_path / "README.md")]

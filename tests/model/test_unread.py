@@ -1,10 +1,9 @@
 import json
-from pathlib import Path
 
 from model.checkpoints.tables import unread_settings
 
 
-def test_names_by_their_files(tmp_path: Path) -> None:
+def test_names_by_their_files(tmp_path):
     """Names that no library reads are listed by their files, in one line."""
     (tmp_path / "config.json").write_text('{"model_type": "bert", "hidden_size": 8}')
     assert "" == unread_settings(tmp_path)

@@ -31,7 +31,7 @@ def add(folder: Path, **tensors: torch.Tensor) -> None:
     save_file({**load_file(path), **named}, path, metadata={"format": "pt"})
 
 
-def test_quantized_weights(tmp_path: Path) -> None:
+def test_quantized_weights(tmp_path):
     """Eight-bit weights with their scales in other tensors are refused by the method's name."""
     save(tmp_path, transformers.BertModel)
     edit(tmp_path, quantization_config={"quant_method": "bitsandbytes"})
@@ -41,7 +41,7 @@ def test_quantized_weights(tmp_path: Path) -> None:
         reader.load_model(tmp_path)
 
 
-def test_unknown_tensor(tmp_path: Path) -> None:
+def test_unknown_tensor(tmp_path):
     """A tensor that no part uses is refused by name, for every reader of weights."""
     save(tmp_path, transformers.BertForPreTraining)
     add(tmp_path, bert__encoder__layer__0__output__dense__SCB=torch.ones(32))
@@ -62,7 +62,7 @@ PRETRAINED = [
 
 
 @pytest.mark.parametrize(("model_type", "kind"), PRETRAINED)
-def test_heads_of_pretraining(model_type: str, kind: Any, tmp_path: Path) -> None:
+def test_heads_of_pretraining(model_type, kind, tmp_path):
     """The heads of pretraining are left out of embedding models, as in transformers."""
     save(tmp_path, kind, model_type)
     add(tmp_path, embeddings__position_ids=torch.arange(64)[None])
@@ -79,7 +79,7 @@ def test_heads_of_pretraining(model_type: str, kind: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_pooler(model_type: str, tmp_path: Path) -> None:
+def test_pooler(model_type, tmp_path):
     """The pooler of an encoder with a head for tokens is left out, as transformers leaves it."""
     save(tmp_path, transformers.AutoModelForTokenClassification, model_type)
     family = FAMILIES[model_type]
@@ -96,7 +96,7 @@ def test_pooler(model_type: str, tmp_path: Path) -> None:
 
 class TestTask:
     @pytest.mark.parametrize("architectures", [None, [], ["BertModel"]])
-    def test_unnamed_head(self, architectures: Any, tmp_path: Path) -> None:
+    def test_unnamed_head(self, architectures, tmp_path):
         """A head that `architectures` does not name is read by its task, and not left out without it."""
         peer = save(tmp_path, transformers.BertForSequenceClassification, num_labels=3)
         edit(tmp_path, architectures=architectures)
@@ -109,7 +109,7 @@ class TestTask:
         torch.testing.assert_close(found["classification"], expected, **TOLERANCE)
         assert {"embedding"} == reader.load_model(tmp_path, "embedding").described.keys()
 
-    def test_unknown_architecture(self, tmp_path: Path) -> None:
+    def test_unknown_architecture(self, tmp_path):
         """The encoder of a class that Quartet does not have is read as an embedding model."""
         save(tmp_path, transformers.BertForNextSentencePrediction)
         with pytest.raises(
@@ -120,7 +120,7 @@ class TestTask:
         with pytest.raises(CheckpointError, match=r"tensors are missing: classifier"):
             reader.load_model(tmp_path, "ner")
 
-    def test_contradiction(self, tmp_path: Path) -> None:
+    def test_contradiction(self, tmp_path):
         """A task that is not the one in `architectures` is refused."""
         save(tmp_path, transformers.BertForTokenClassification)
         with pytest.raises(
@@ -128,7 +128,7 @@ class TestTask:
         ):
             reader.load_model(tmp_path, "qa")
 
-    def test_joint(self, tmp_path: Path) -> None:
+    def test_joint(self, tmp_path):
         """The heads of a joint checkpoint are in `heads.json`, and no task is needed."""
         save(tmp_path, transformers.BertModel)
         (tmp_path / "heads.json").write_text("{}")

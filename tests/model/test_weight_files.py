@@ -59,19 +59,19 @@ def assert_same_states(peer: Any, folder: Path) -> None:
     torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
-def test_shards(peer: Any, shards: Path) -> None:
+def test_shards(peer, shards):
     """Shards give transformers' hidden states."""
     assert_same_states(transformers.AutoModel.from_pretrained(shards).eval(), shards)
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_pickles(count: int, peer: Any, tmp_path: Path) -> None:
+def test_pickles(count, peer, tmp_path):
     """Pickled tensors, in one file or by their index, give transformers' hidden states."""
     folder = save_pickle(peer, tmp_path, count)
     assert_same_states(transformers.AutoModel.from_pretrained(folder).eval(), folder)
 
 
-def test_order(tmp_path: Path) -> None:
+def test_order(tmp_path):
     """One safetensors file comes before shards, and those come before pickles, as in transformers."""
     expected = [
         "model.safetensors",
@@ -104,7 +104,7 @@ class Attack:
         ({0: torch.ones(2)}, "0 is a Tensor, not a tensor"),
     ],
 )
-def test_other_pickles(content: Any, message: str, tmp_path: Path) -> None:
+def test_other_pickles(content, message, tmp_path):
     """A pickle of anything but tensors by their names is refused, and no code of it runs."""
     torch.save(content, tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=rf"pytorch_model\.bin:? .*{message}"):
@@ -114,7 +114,7 @@ def test_other_pickles(content: Any, message: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", [b"", b"PK\x03\x04", pickle.dumps({"a": 1}), b"\x80\x02}q\x00."]
 )
-def test_broken_pickles(content: bytes, tmp_path: Path) -> None:
+def test_broken_pickles(content, tmp_path):
     """A file that is no archive of tensors is refused in one line."""
     (tmp_path / "pytorch_model.bin").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"^[^\n]*pytorch_model\.bin cannot be read[^\n]*$"):
@@ -172,7 +172,7 @@ BROKEN_SHARDS: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", BROKEN_SHARDS)
-def test_broken_shards(case: str, shards: Path) -> None:
+def test_broken_shards(case, shards):
     """An index that disagrees with its shards is refused by the file and the tensor."""
     spoil, message = BROKEN_SHARDS[case]
     spoil(shards)
@@ -190,21 +190,21 @@ def test_broken_shards(case: str, shards: Path) -> None:
         (torch.tensor([1.0, -torch.inf]), "a.weight has numbers that are not finite"),
     ],
 )
-def test_other_numbers(tensor: torch.Tensor, message: str) -> None:
+def test_other_numbers(tensor, message):
     """Integers, eight-bit floats and numbers that are not finite are refused by the tensor's name."""
     with pytest.raises(CheckpointError, match=message):
         check_numbers("a.weight", tensor, "folder")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_other_floats(dtype: torch.dtype, peer: Any, tmp_path: Path) -> None:
+def test_other_floats(dtype, peer, tmp_path):
     """Weights in other floating-point formats give what transformers computes with them in float32."""
     peer.to(dtype).save_pretrained(tmp_path)
     expected = transformers.AutoModel.from_pretrained(tmp_path, dtype=torch.float32).eval()
     assert_same_states(expected, tmp_path)
 
 
-def test_adapter(peer: Any, tmp_path: Path) -> None:
+def test_adapter(peer, tmp_path):
     """Weights that an adapter would change are refused, with what to do."""
     peer.save_pretrained(tmp_path)
     (tmp_path / "adapter_config.json").write_text("{}")
@@ -212,7 +212,7 @@ def test_adapter(peer: Any, tmp_path: Path) -> None:
         reader.load_encoder(tmp_path)
 
 
-def test_prefix_twice(peer: Any, tmp_path: Path) -> None:
+def test_prefix_twice(peer, tmp_path):
     """One parameter under two names is refused: which of them counts is not known."""
     peer.save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"

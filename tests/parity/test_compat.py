@@ -161,7 +161,7 @@ def test_qa(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
     assert of_edges >= set().union(*alone.values())
 
 
-def test_pipelines_have_their_own_ways(folder: Path) -> None:
+def test_pipelines_have_their_own_ways(folder):
     """The pipelines behave as docs/reference/compat.md describes for empty and for too many requests."""
     long = samples.text(700)
     tagger = pipelines.load("token-classification", folder / "bert" / "entities", MAX_LENGTH)

@@ -289,7 +289,7 @@ REFUSED_CASES = [
 
 
 @pytest.mark.parametrize(("family", "name", "value"), REFUSED_CASES + REFUSED_VALUES)
-def test_refused(family: str, name: str, value: Any, tmp_path: Path) -> None:
+def test_refused(family, name, value, tmp_path):
     """A setting that is refused is named with its file, in one line."""
     folder = edit(save(tmp_path, family), **{name: value})
     with pytest.raises(CheckpointError, match=rf"^[^\n]*config\.json: [^\n]*{name}[^\n]*$"):
@@ -297,7 +297,7 @@ def test_refused(family: str, name: str, value: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("family", "setting"), settings(Handling.REFUSED))
-def test_harmless_values(family: str, setting: Setting, tmp_path: Path) -> None:
+def test_harmless_values(family, setting, tmp_path):
     """The values of a refused setting that pass are those with which transformers computes the same."""
     folder = save(tmp_path, family)
     for value in setting.harmless:
@@ -312,7 +312,7 @@ def test_harmless_values(family: str, setting: Setting, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_absent_fields(family: str) -> None:
+def test_absent_fields(family):
     """A field that `config.json` leaves out has transformers' value."""
     peer = transformers.AutoConfig.for_model(family)
     own = FAMILIES[family].config
@@ -355,13 +355,13 @@ NO_SETTINGS = {  # attributes of the class, and what is computed from settings
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_setting_is_in_a_table(family: str) -> None:
+def test_every_setting_is_in_a_table(family):
     """No setting that transformers reads is unknown here."""
     document = {**dict.fromkeys(read_by_transformers(family) - NO_SETTINGS), "model_type": family}
     assert [] == unknown_settings(document)
 
 
-def test_every_setting_is_compared() -> None:
+def test_every_setting_is_compared():
     """Each setting of a table has a value above, or is compared elsewhere."""
     values = HONORED.keys() | HARMLESS.keys() | REFUSED.keys() | ELSEWHERE
     harmless_by_kind = {
@@ -383,7 +383,7 @@ def test_every_setting_is_compared() -> None:
             ]
 
 
-def test_unknown_settings() -> None:
+def test_unknown_settings():
     """A name that is in no table of the family is listed."""
     document = {"model_type": "bert", "hidden_size": 8, "dim": 8, "gradient_checkpointing": False}
     assert ["dim", "gradient_checkpointing"] == unknown_settings(document)

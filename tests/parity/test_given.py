@@ -199,9 +199,7 @@ def assert_near(expected: Any, found: Any) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_answers_are_those_of_transformers(
-    server: Server, folders: dict[str, Path], case: Case
-) -> None:
+def test_answers_are_those_of_transformers(server, folders, case):
     """Each text of one request has the expected values, to 1e-4; the values differ between texts."""
     expected = EXPECTED[case.task](folders[case.name])
     found = results(server.answer(*call_for(case, [*range(len(TEXTS))])))
@@ -210,7 +208,7 @@ def test_answers_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_many_at_once_get_what_each_gets_alone(server: Server, case: Case) -> None:
+def test_many_at_once_get_what_each_gets_alone(server, case):
     """In batches, or in spite of them where a batch would change the answers."""
     every = [*range(len(TEXTS))]
     alone = [server.answer(*call_for(case, [index])) for index in every]
@@ -226,7 +224,7 @@ def test_many_at_once_get_what_each_gets_alone(server: Server, case: Case) -> No
     assert (max(sizes) > 1) is (case.layout == "padded")
 
 
-def test_models_say_how_they_are_computed(server: Server) -> None:
+def test_models_say_how_they_are_computed(server):
     """Each of its layout, on fp32."""
     said = {m["name"]: m for m in json.loads(server.get("/models").body)["models"]}
     assert {case.name: case.layout for case in CASES} == {n: m["layout"] for n, m in said.items()}
@@ -234,7 +232,7 @@ def test_models_say_how_they_are_computed(server: Server) -> None:
 
 
 @pytest.mark.slow
-def test_the_real_minilm(minilm_folder: Path, tmp_path: Path) -> None:
+def test_the_real_minilm(minilm_folder, tmp_path):
     """Its graph, pooled as `modules.json` says, gives the vectors of sentence-transformers, padded."""
     peer = pytest.importorskip("sentence_transformers").SentenceTransformer(
         str(minilm_folder), device="cpu"

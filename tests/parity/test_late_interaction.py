@@ -115,14 +115,14 @@ def check(folder: Path) -> Source:
 
 
 @pytest.mark.parametrize("expansion", EXPANSIONS)
-def test_expansion(expansion: str, tmp_path: Path) -> None:
+def test_expansion(expansion, tmp_path):
     """Queries are expanded as the reference does it, with tokens that others attend to or not."""
     source = check(save(tmp_path / "model", expansion=EXPANSIONS[expansion]))
     assert 24 == source.model.described[HEAD].late_interaction.document_length
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_families(model_type: str, tmp_path: Path) -> None:
+def test_families(model_type, tmp_path):
     """Every family; DeBERTa's attention hides masked tokens as queries, too, which is refused by name."""
     folder = save(tmp_path / "model", model_type, EXPANSIONS["fixed"])
     if model_type not in MASKED_QUERIES:
@@ -145,13 +145,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_variants(variant: str, tmp_path: Path) -> None:
+def test_variants(variant, tmp_path):
     """Every setting has the reference's meaning."""
     check(save(tmp_path / "model", **VARIANTS[variant]))
 
 
 @pytest.mark.parametrize("expansion", ["fixed", "a floor", "none"])
-def test_written_again(expansion: str, tmp_path: Path) -> None:
+def test_written_again(expansion, tmp_path):
     """What is written here gives the reference's vectors there."""
     fields = {"lengths": {"query_length": 20}} if expansion == "a floor" else {}
     source = check(save(tmp_path / "theirs", expansion=EXPANSIONS[expansion], **fields))
@@ -204,13 +204,13 @@ def save_pylate(folder: Path, prefixes: tuple[str, str], **fields: Any) -> Path:
 
 
 @pytest.mark.parametrize("case", PYLATE)
-def test_pylate(case: str, tmp_path: Path) -> None:
+def test_pylate(case, tmp_path):
     """The settings of PyLate, with punctuation as the words without a vector by default."""
     check(save_pylate(tmp_path / "model", ("[Q] ", "[D] "), **PYLATE[case]))
 
 
 @pytest.mark.parametrize("added", [(), ("[unused0]", "[unused1]"), ("[unused0] ", "[unused1] ")])
-def test_prefixes_of_the_vocabulary(added: tuple[str, ...], tmp_path: Path) -> None:
+def test_prefixes_of_the_vocabulary(added, tmp_path):
     """A prefix that is a token is one token before a text, although the tokenizer would split it."""
     folder = save_pylate(tmp_path / "model", ("[unused0] ", "[unused1] "))
     path = folder / "tokenizer.json"
@@ -229,7 +229,7 @@ def test_prefixes_of_the_vocabulary(added: tuple[str, ...], tmp_path: Path) -> N
     assert Tokenizer.from_file(str(path)).encode("[unused0] ").tokens != list(added[:1])
 
 
-def test_first_code(tmp_path: Path) -> None:
+def test_first_code(tmp_path):
     """A checkpoint of the first ColBERT code is refused, and read after sentence-transformers has written it again."""
     folder = hub.save("bert", tmp_path / "first", transformers.AutoModel, num_hidden_layers=2)
     weights = load_file(folder / "model.safetensors")
@@ -273,7 +273,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("file", "name", "value"), REFUSED)
-def test_refused(file: str, name: str, value: Any, saved: Path, tmp_path: Path) -> None:
+def test_refused(file, name, value, saved, tmp_path):
     """A value that is not served is named in one line."""
     folder = shutil.copytree(saved, tmp_path / "model")
     path = folder / file
@@ -282,7 +282,7 @@ def test_refused(file: str, name: str, value: Any, saved: Path, tmp_path: Path) 
         read_source(folder)
 
 
-def test_precisions(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_precisions(saved, tmp_path, capsys):
     """CUDA's graph cannot hide the tokens that fill a query up, which is refused before anything is traced."""
     folder = save(tmp_path / "model", expansion=EXPANSIONS["fixed"])
     out = tmp_path / "bundle"
@@ -291,7 +291,7 @@ def test_precisions(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert not out.exists()
 
 
-def test_what_has_no_such_head(saved: Path, tmp_path: Path) -> None:
+def test_what_has_no_such_head(saved, tmp_path):
     """The task alone makes no head, and neither does a graph."""
     plain = saved.with_name(f"{saved.name}-plain")
     with pytest.raises(CheckpointError, match=r"modules\.json is missing: late interaction needs"):
@@ -309,7 +309,7 @@ def test_what_has_no_such_head(saved: Path, tmp_path: Path) -> None:
     ("model_type", "expansion"),
     [("bert", "fixed"), ("bert", "attended"), ("mpnet", "fixed"), ("modernbert", "fixed")],
 )
-async def test_exported(model_type: str, expansion: str, tmp_path: Path) -> None:
+async def test_exported(model_type, expansion, tmp_path):
     """Exported and served, at either precision, a model gives the reference's vectors and scores.
 
     The attention of MPNet and ModernBERT has a bias, which hides the tokens that fill a query up.

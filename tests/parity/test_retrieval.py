@@ -121,17 +121,17 @@ def check_prompts(served: Served, name: str) -> None:
         assert np.abs(first[0] - second[0]).max() > 1e-3
 
 
-def test_prompts(small: Served) -> None:
+def test_prompts(small):
     """Of random weights, with two poolings and vectors that are not normalized."""
     check_prompts(small, "pooled")
 
 
-def test_prompts_of_minilm(minilm: Served) -> None:
+def test_prompts_of_minilm(minilm):
     """Of real weights, and of texts that are longer than a window."""
     check_prompts(minilm, "minilm")
 
 
-def test_routes(small: Served) -> None:
+def test_routes(small):
     """Queries and documents go through layers of their own; without an input type the default route answers."""
     peer = small.peers["routed"]
     queries, documents = peer.encode_query(TEXTS), peer.encode_document(TEXTS)
@@ -146,7 +146,7 @@ def test_routes(small: Served) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["binary", "ubinary"])
-def test_bits(small: Served, dtype: Any) -> None:
+def test_bits(small, dtype):
     """Bits equal `encode(precision=...)`, except where a number is zero within rounding."""
     for name in small.peers:
         peer = small.peers[name]
@@ -160,11 +160,11 @@ def test_bits(small: Served, dtype: Any) -> None:
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
 @pytest.mark.parametrize("dimensions", [384, 64])
-def test_levels_of_minilm(minilm: Served, dtype: Any, dimensions: int) -> None:
+def test_levels_of_minilm(minilm, dtype, dimensions):
     """Levels equal `quantize_embeddings` with the calibration texts; rounding decides at the edge of two levels."""
     peer = minilm.peers["minilm"]
 
-    def encode(texts: list[str], prompt: str | None = None) -> np.ndarray:
+    def encode(texts, prompt=None):
         fields = {"truncate_dim": dimensions, "normalize_embeddings": True}
         return np.asarray(peer.encode(texts, prompt=prompt, **fields))
 
@@ -185,7 +185,7 @@ def test_levels_of_minilm(minilm: Served, dtype: Any, dimensions: int) -> None:
     assert (difference > 0).mean() < 0.01
 
 
-def test_refused_by_minilm(minilm: Served) -> None:
+def test_refused_by_minilm(minilm):
     """Unknown prompts and untrained dimensions are refused with the choices."""
     for options, message in (
         ({"prompt_name": "none"}, "only query, document, passage, web"),
@@ -196,7 +196,7 @@ def test_refused_by_minilm(minilm: Served) -> None:
         assert message in reply.json()["error"]["message"]
 
 
-def test_description_of_minilm(minilm: Served) -> None:
+def test_description_of_minilm(minilm):
     """`GET /models` shows what requests may ask for, and not the ranges."""
     (model,) = minilm.server.get("/models").json()["models"]
     head = model["heads"]["embedding"]

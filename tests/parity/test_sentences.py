@@ -55,7 +55,7 @@ def served(
 
 
 @pytest.mark.parametrize("bi", BI)
-def test_vectors_are_those_of_encode(served: Served, bi: str) -> None:
+def test_vectors_are_those_of_encode(served, bi):
     """Of texts of every length, longer ones than are read, too."""
     found = served.server.answer("/embed", {"inputs": TEXTS, "model": f"bi-{bi}"})
     expected = served.bi[bi].encode(TEXTS)
@@ -64,7 +64,7 @@ def test_vectors_are_those_of_encode(served: Served, bi: str) -> None:
 
 
 @pytest.mark.parametrize("cross", CROSS)
-def test_scores_are_those_of_predict(served: Served, cross: str) -> None:
+def test_scores_are_those_of_predict(served, cross):
     """One label for each pair, with the score that its activation makes of it."""
     firsts, seconds = ([*side] for side in zip(*PAIRS, strict=True))
     asked = {"inputs": firsts, "text_pair": seconds, "model": f"cross-{cross}"}

@@ -4,7 +4,7 @@ import inspect
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from model.checkpoints import tables
 from model.checkpoints.hub_names import CheckpointError
-from model.checkpoints.settings_table import Handling, Setting, render_table
+from model.checkpoints.settings_table import Handling, render_table
 from model.checkpoints.tokenizer_files import MAX_LENGTH, read_model_max_length, read_tokenizer
 from model.checkpoints.tokenizer_tables import (
     SPECIAL_TOKENS_MAP,
@@ -36,7 +36,7 @@ Document = dict[str, Any]
     [one for one in TOKENIZER_CONFIG.settings if one.handling is Handling.REFUSED],
     ids=lambda setting: setting.name,
 )
-def test_refused_setting(setting: Setting, bases: Mapping[str, Path], tmp_path: Path) -> None:
+def test_refused_setting(setting, bases, tmp_path):
     """A setting that no fast tokenizer follows is refused with file, name and value; harmless values are accepted."""
     for number, value in enumerate([*setting.harmless, *CHANGED.get(setting.name, ("text", 5))]):
         folder = shutil.copytree(bases["BertTokenizer"], tmp_path / str(number))
@@ -65,7 +65,7 @@ def change_json(path: Path, change: Callable[[Document], object]) -> None:
     write_json(path, document)
 
 
-def test_documented() -> None:
+def test_documented():
     """docs/reference/compat.md has the tables of the code."""
     path = Path(__file__).parents[2] / "docs/reference/compat.md"
     text = path.read_text(encoding="utf-8")
@@ -264,9 +264,7 @@ CHANGED: dict[str, tuple[Any, ...]] = {  # values that change what a refused set
     ],
     ids=["plain", "switches", "inputs", "added"],
 )
-def test_classes(
-    name: str, values: Mapping[str, Any], bases: Mapping[str, Path], tmp_path: Path
-) -> None:
+def test_classes(name, values, bases, tmp_path):
     """Texts and pairs of each class, from each kind of files, get the ids, types and offsets of transformers."""
     folder = shutil.copytree(bases[name], tmp_path / "given")
     spoil_config(**values)(folder)
@@ -285,7 +283,7 @@ READS = re.compile(
 )
 
 
-def test_all_that_transformers_reads() -> None:
+def test_all_that_transformers_reads():
     """Every setting that transformers' code reads of a tokenizer is in the table."""
     names = {"tokenizer_class"}
     for name in KINDS:
@@ -316,9 +314,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     "name", ["PreTrainedTokenizerFast", "TokenizersBackend", "BertTokenizer", "MPNetTokenizer"]
 )
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
-def test_declared_class(
-    file: str, name: str, model_type: str, bases: Mapping[str, Path], tmp_path: Path
-) -> None:
+def test_declared_class(file, name, model_type, bases, tmp_path):
     """Either file can declare the class; a ModernBERT's tokenizer.json is read as it is, whatever they declare."""
     folder = shutil.copytree(bases["as saved"], tmp_path / "given")
     (folder / "tokenizer_config.json").unlink()
@@ -333,7 +329,7 @@ def test_declared_class(
         agree(folder)
 
 
-def test_one_token_type(bases: Mapping[str, Path], tmp_path: Path) -> None:
+def test_one_token_type(bases, tmp_path):
     """A model with one token type gets type 0 for both texts of a pair."""
     folder = shutil.copytree(bases["BertTokenizer"], tmp_path / "given")
     assert {0, 1} == {*read_tokenizer(folder).encode("a", "cat").type_ids}
@@ -429,7 +425,7 @@ REFUSED: dict[str, tuple[str, Callable[[Path], object], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused_tokenizer(case: str, bases: Mapping[str, Path], tmp_path: Path) -> None:
+def test_refused_tokenizer(case, bases, tmp_path):
     """What would be split otherwise is refused by file, setting and value, in one line."""
     base, spoil, parts = REFUSED[case]
     folder = shutil.copytree(bases[base], tmp_path / "given")
@@ -466,7 +462,7 @@ COMPOSED = [
 
 
 @pytest.mark.parametrize("name", ["XLMRobertaTokenizer", "CamembertTokenizer"])
-def test_sentencepiece(name: str, tmp_path: Path) -> None:
+def test_sentencepiece(name, tmp_path):
     """A SentencePiece model without `tokenizer.json` splits thousands of texts as the library of that name does."""
     theirs = make_sentencepiece(tmp_path, name)
     ours = read_tokenizer(tmp_path)
@@ -479,7 +475,7 @@ def test_sentencepiece(name: str, tmp_path: Path) -> None:
     assert any(unknown not in ids for ids in found)
 
 
-def test_sentencepiece_without_its_normalization(tmp_path: Path) -> None:
+def test_sentencepiece_without_its_normalization(tmp_path):
     """A class that ignores a SentencePiece model's normalization is refused, with what to do."""
     make_sentencepiece(tmp_path, "DebertaV2Tokenizer")
     with pytest.raises(CheckpointError) as caught:
@@ -491,14 +487,14 @@ def test_sentencepiece_without_its_normalization(tmp_path: Path) -> None:
     ("value", "expected"),
     [(64, 64), (64.0, 64), (10**30, None), (1e30, None), (float("inf"), None), (None, None)],
 )
-def test_length_limit(value: Any, expected: int | None, tmp_path: Path) -> None:
+def test_length_limit(value, expected, tmp_path):
     """A limit is a whole number of tokens; a huge number is none."""
     write_json(tmp_path / "tokenizer_config.json", {"model_max_length": value})
     assert expected == read_model_max_length(tmp_path)
 
 
 @pytest.mark.parametrize("value", ["64", 64.5, 0, -1, True, [64], float("nan"), float("-inf")])
-def test_no_length_limit(value: Any, tmp_path: Path) -> None:
+def test_no_length_limit(value, tmp_path):
     """Other values are refused by file, setting and value."""
     path = tmp_path / "tokenizer_config.json"
     write_json(path, {"model_max_length": value})
@@ -567,9 +563,7 @@ PLACES = [
     value=JSON,
     base=st.sampled_from(["BertTokenizer", "RobertaTokenizer", "AlbertTokenizer", "as saved"]),
 )
-def test_any_json(
-    place: tuple[str, str], value: Any, base: str, bases: Mapping[str, Path], tmp_path: Path
-) -> None:
+def test_any_json(place, value, base, bases, tmp_path):
     """Any JSON in any place is read as transformers reads it, or refused in one line that names the directory."""
     file, name = place
     folder = tmp_path / "any"

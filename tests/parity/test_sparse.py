@@ -68,7 +68,7 @@ def rows(found: Sequence[Any], size: int) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("activation", ["relu", "log1p_relu"])
-def test_splade(tmp_path: Path, activation: str) -> None:
+def test_splade(tmp_path, activation):
     """A SparseEncoder's weights to 1e-4 at fp32, close at int8, the same in any company, from one stored table."""
     kind = transformers.AutoModelForMaskedLM
     plain = hub.save("bert", tmp_path / "checkpoint", kind, positions=128, hidden_size=128)
@@ -103,7 +103,7 @@ def test_splade(tmp_path: Path, activation: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_masked_language_model_as_sparse(tmp_path: Path, model_type: str) -> None:
+def test_masked_language_model_as_sparse(tmp_path, model_type):
     """A plain masked language model of any family has SparseEncoder's weights; one is exported and served."""
     folder = hub.save(model_type, tmp_path / "checkpoint", transformers.AutoModelForMaskedLM)
     expected = SparseEncoder(str(folder)).encode(TEXTS[:3], convert_to_sparse_tensor=False)
@@ -128,7 +128,7 @@ def test_masked_language_model_as_sparse(tmp_path: Path, model_type: str) -> Non
         ("config_sentence_transformers.json", {"prompts": {"query": "q: "}}, "prompts"),
     ],
 )
-def test_refused_settings(tmp_path: Path, file: str, change: dict[str, Any], named: str) -> None:
+def test_refused_settings(tmp_path, file, change, named):
     """What would change the weights is refused by name."""
     plain = hub.save("bert", tmp_path / "checkpoint", transformers.AutoModelForMaskedLM)
     folder = tmp_path / "encoder"
@@ -180,7 +180,7 @@ def bge_outputs(folder: Path, texts: Sequence[str]) -> list[tuple[dict[int, floa
     return found
 
 
-def test_bge_m3(bge: Path, tmp_path: Path) -> None:
+def test_bge_m3(bge, tmp_path):
     """One bundle has the dense, the sparse and the token head, each with the reference's numbers."""
     run_export(bge, tmp_path / "bundle", "--precision", "fp32")
     texts, query = [text for text in TEXTS if text], "Who painted the old engine?"
@@ -207,7 +207,7 @@ def test_bge_m3(bge: Path, tmp_path: Path) -> None:
         assert by_token == pytest.approx((question @ states.T).max(1).mean(), abs=1e-4)
 
 
-def test_bge_shapes_are_checked(bge: Path, tmp_path: Path) -> None:
+def test_bge_shapes_are_checked(bge, tmp_path):
     """A layer of another shape is refused with its file."""
     folder = tmp_path / "bge"
     folder.mkdir()

@@ -261,7 +261,7 @@ async def test_parity(case: Case, engine: Engine, folder: Path) -> None:
     assert np.ptp(expected) > 1e-3  # the model tells the texts apart
 
 
-async def test_similarity_parity(engine: Engine, folder: Path) -> None:
+async def test_similarity_parity(engine, folder):
     """The cosines of sentence-transformers."""
     task = Similarity(source=QUERY, inputs=[*TEXTS, LONG])
 
@@ -287,7 +287,7 @@ async def test_batch_invariance(case: Case, engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("heads", [(), ("entities", "sentiment"), ("embeddings",)], ids=str)
-async def test_analysis_equals_each_head_alone(engine: Engine, heads: tuple[str, ...]) -> None:
+async def test_analysis_equals_each_head_alone(engine, heads):
     """The results of several heads from one pass equal each head's, also for long texts in windows.
 
     Mean pooling sums the tokens of a window in another order if the window happens to run in a batch of its own.
@@ -310,7 +310,7 @@ async def test_analysis_equals_each_head_alone(engine: Engine, heads: tuple[str,
                 assert one == other[head]
 
 
-async def test_windows_of_a_document(engine: Engine) -> None:
+async def test_windows_of_a_document(engine):
     """The score of a long document is that of its best window, and no window is without the query."""
     tokens = engine.encoder.tokenizer.encode(LONG, add_special_tokens=False)
     asked = len(engine.encoder.tokenizer.encode(QUERY, add_special_tokens=False))
@@ -327,7 +327,7 @@ async def test_windows_of_a_document(engine: Engine) -> None:
     assert max(each) == long
 
 
-async def test_token_vectors_of_windows(engine: Engine) -> None:
+async def test_token_vectors_of_windows(engine):
     """A long document has the vectors of its windows, each of which begins with the prefix."""
     encoding = engine.encoder.tokenizer.encode(LONG, add_special_tokens=False)
     prefix = len(engine.encoder.tokenizer.encode("doc: ", add_special_tokens=False))
@@ -344,7 +344,7 @@ async def test_token_vectors_of_windows(engine: Engine) -> None:
     assert np.array_equal(np.concatenate(each), whole)
 
 
-async def test_sparse_windows(engine: Engine) -> None:
+async def test_sparse_windows(engine):
     """A long text has the largest weight of each token over its windows, or the largest weights alone."""
     texts = [LONG, TEXTS[0]]
     cut = SparseEmbedding(inputs=texts)
@@ -364,7 +364,7 @@ async def test_sparse_windows(engine: Engine) -> None:
         assert np.array_equal(np.sort(every)[-5:], np.sort(largest)[-5:])
 
 
-async def test_queries_have_no_windows(engine: Engine) -> None:
+async def test_queries_have_no_windows(engine):
     """A query is truncated or refused, and is filled up with tokens that have vectors."""
     windows = TokenEmbedding(inputs=[QUERY], input_type="query", truncate="window")
     with pytest.raises(InvalidInput, match="queries have no windows"):
@@ -396,7 +396,7 @@ async def test_errors(case: Case, engine: Engine) -> None:
     assert [0] == [*reply.errors]
 
 
-async def test_analysis_refuses_heads(engine: Engine) -> None:
+async def test_analysis_refuses_heads(engine):
     """A head that reads pairs of a question and a context is refused, and so is an unknown one."""
     with pytest.raises(InvalidInput, match="answers does not read single texts"):
         await engine.answer(Analysis(inputs=TEXTS), ticket(), ("answers",))

@@ -47,7 +47,7 @@ def bundle(folder: str) -> Path:
     return Path(folder)
 
 
-def test_bundles_are_served_as_they_are(exports: list[list[str]]) -> None:
+def test_bundles_are_served_as_they_are(exports):
     """A bundle's directory, and the newest version that `quartet train` wrote for a name."""
     assert bundle("elsewhere/a") == resolve("elsewhere/a")
     bundle("bundles/reviews")
@@ -58,7 +58,7 @@ def test_bundles_are_served_as_they_are(exports: list[list[str]]) -> None:
     assert [] == exports
 
 
-def test_a_checkpoint_is_exported_once(exports: list[list[str]]) -> None:
+def test_a_checkpoint_is_exported_once(exports):
     """Changed weights are another model; states of a trainer are not."""
     folder = checkpoint()
     first = resolve("mine")
@@ -70,7 +70,7 @@ def test_a_checkpoint_is_exported_once(exports: list[list[str]]) -> None:
     assert [["--name", "mine"]] * 2 == [call[2:] for call in exports]
 
 
-def test_a_graph_has_the_name_of_its_checkpoint(exports: list[list[str]]) -> None:
+def test_a_graph_has_the_name_of_its_checkpoint(exports):
     onnx = checkpoint("e5") / "onnx"
     onnx.mkdir()
     (onnx / "model_quantized.onnx").write_text("graph")
@@ -80,7 +80,7 @@ def test_a_graph_has_the_name_of_its_checkpoint(exports: list[list[str]]) -> Non
     assert 2 == len(exports)
 
 
-def test_a_failed_export_leaves_nothing(exports: list[list[str]]) -> None:
+def test_a_failed_export_leaves_nothing(exports):
     checkpoint("broken")
     with pytest.raises(SourceError, match="broken: no weights"):
         resolve("broken")
@@ -88,14 +88,12 @@ def test_a_failed_export_leaves_nothing(exports: list[list[str]]) -> None:
 
 
 @pytest.mark.parametrize("name", ["./absent", "a/b/c", "bad name", "/absent"])
-def test_a_path_that_does_not_exist_is_not_looked_up(exports: list[list[str]], name: str) -> None:
+def test_a_path_that_does_not_exist_is_not_looked_up(exports, name):
     with pytest.raises(SourceError, match="no such file or directory"):
         resolve(name)
 
 
-def test_names_on_the_hub(
-    exports: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_on_the_hub(exports, monkeypatch, capsys):
     """A commit is exported once; without a connection the last one is served, and an unknown name is an error."""
     folder = checkpoint("published")
     with serve_hub() as hub:
@@ -109,7 +107,7 @@ def test_names_on_the_hub(
     assert [f"me/e5@{commit}", "me/e5"] == [exports[0][0], exports[0][3]]
     assert 2 == len(exports)
 
-    def unreachable(name: str, revision: str) -> str:
+    def unreachable(name, revision):
         raise ConnectionError("no network")
 
     monkeypatch.setattr(cache, "hub_commit", unreachable)
@@ -121,12 +119,7 @@ def test_names_on_the_hub(
         resolve("me/other")
 
 
-def test_a_file_of_pull_is_served_elsewhere(
-    exports: list[list[str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_file_of_pull_is_served_elsewhere(exports, tmp_path, monkeypatch, capsys):
     checkpoint()
     monkeypatch.setattr(sys, "argv", ["quartet pull", "mine", "--to", "mine.tar"])
     assert 0 == pull.main()
@@ -140,7 +133,7 @@ def test_a_file_of_pull_is_served_elsewhere(
 
 
 @pytest.mark.parametrize("content", ["text", "other tar", "a key outside"])
-def test_another_file_is_refused(exports: list[list[str]], content: str) -> None:
+def test_another_file_is_refused(exports, content):
     Path("x.tar").write_text(content)
     if content != "text":
         folder = checkpoint()
@@ -152,9 +145,7 @@ def test_another_file_is_refused(exports: list[list[str]], content: str) -> None
         resolve("x.tar")
 
 
-def test_list_and_remove(
-    exports: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_list_and_remove(exports, monkeypatch, capsys):
     for name in ("one", "two"):
         checkpoint(name, name)
         resolve(name)
@@ -168,7 +159,7 @@ def test_list_and_remove(
     assert "one is not in the cache" in capsys.readouterr().err
 
 
-def test_the_cache_is_bounded(exports: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_bounded(exports, monkeypatch):
     """The model that was not used for the longest time goes; the new one stays even if it alone is too large."""
     checkpoint("one", "1")
     checkpoint("two", "2")
@@ -178,7 +169,7 @@ def test_the_cache_is_bounded(exports: list[list[str]], monkeypatch: pytest.Monk
     assert ["two"] == [Path(entry.source.name).name for entry in cache.entries()]
 
 
-def test_serve_replaces_only_names(exports: list[list[str]]) -> None:
+def test_serve_replaces_only_names(exports):
     """Values of flags are no models."""
     checkpoint()
     arguments = ["--port", "80", "mine", "--host=::1", "--check-config", "mine"]

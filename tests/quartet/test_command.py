@@ -15,9 +15,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return command.main()
 
 
-def test_the_overview_has_every_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_overview_has_every_command(monkeypatch, capsys):
     assert 0 == run(monkeypatch)
     text = capsys.readouterr().out
     assert all(
@@ -25,17 +23,13 @@ def test_the_overview_has_every_command(
     )
 
 
-def test_an_unknown_command_is_corrected(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_command_is_corrected(monkeypatch, capsys):
     assert 2 == run(monkeypatch, "sreve")
     assert "no command sreve (did you mean serve?)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", command.COMMANDS)
-def test_help_has_an_example(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_has_an_example(name, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
     assert 0 == run(monkeypatch, name, "--help")
     text = capsys.readouterr().out
@@ -43,7 +37,7 @@ def test_help_has_an_example(
     assert f"Example: {command.COMMANDS[name].example}" in text
 
 
-def test_help_imports_no_slow_library() -> None:
+def test_help_imports_no_slow_library():
     code = (
         "import sys; from quartet.command import COMMANDS\n"
         "for name, command in COMMANDS.items(): sys.argv = [f'quartet {name}']; command.parser()\n"
@@ -52,10 +46,8 @@ def test_help_imports_no_slow_library() -> None:
     assert "set()\n" == subprocess.check_output([sys.executable, "-c", code], text=True)
 
 
-def test_a_missing_extra_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def import_nothing(name: str) -> None:
+def test_a_missing_extra_is_named(monkeypatch, capsys):
+    def import_nothing(name):
         raise ModuleNotFoundError(f"No module named 'onnx' in {name}", name="onnx")
 
     monkeypatch.setattr(command, "import_module", import_nothing)
@@ -66,7 +58,7 @@ def test_a_missing_extra_is_named(
     )
 
 
-def test_a_shell_completes_options(tmp_path: object) -> None:
+def test_a_shell_completes_options(tmp_path):
     line = "quartet pull --t"
     variables = {
         "_ARGCOMPLETE": "1",

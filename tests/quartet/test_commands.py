@@ -19,30 +19,28 @@ ROWS = {
 
 
 @pytest.mark.parametrize("task", ROWS)
-def test_the_task_of_a_file_is_found(tmp_path: Path, task: str) -> None:
+def test_the_task_of_a_file_is_found(tmp_path, task):
     file = tmp_path / "rows.csv"
     file.write_text(ROWS[task])
     assert task == train.find_task(str(file))
 
 
-def test_the_task_of_tagged_words(tmp_path: Path) -> None:
+def test_the_task_of_tagged_words(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"tokens": ["Ada", "wrote"], "tags": ["B-PER", "O"]}))
     assert "ner" == train.find_task(str(file))
 
 
-def test_a_file_of_no_task_is_refused_by_each(tmp_path: Path) -> None:
+def test_a_file_of_no_task_is_refused_by_each(tmp_path):
     file = tmp_path / "rows.csv"
     file.write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match=r"qa: .*ner: .*classification: .*embedding: "):
         train.find_task(str(file))
 
 
-def test_train_finetunes_and_exports(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_train_finetunes_and_exports(tmp_path, monkeypatch, capsys):
     """The name is that of the file; options of fine-tuning are handed on."""
-    commands: list[list[str]] = []
+    commands = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, "run_export", commands.append)
     monkeypatch.setattr(
@@ -61,9 +59,7 @@ def test_train_finetunes_and_exports(
 
 
 @pytest.mark.parametrize("arguments", [["absent.csv"], ["rows.csv", "--name", "a b"]])
-def test_train_refuses_bad_names_before_it_imports_torch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
-) -> None:
+def test_train_refuses_bad_names_before_it_imports_torch(tmp_path, monkeypatch, arguments):
     monkeypatch.chdir(tmp_path)
     Path("rows.csv").write_text(ROWS["classification"])
     monkeypatch.setattr(sys, "argv", ["quartet train", *arguments])
@@ -72,9 +68,7 @@ def test_train_refuses_bad_names_before_it_imports_torch(
 
 
 @pytest.mark.slow
-def test_bench_measures_the_default_model(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bench_measures_the_default_model(monkeypatch, capsys):
     monkeypatch.setattr(
         sys, "argv", ["quartet bench", "--seconds", "0.3", "--connections", "1", "4"]
     )
@@ -84,15 +78,13 @@ def test_bench_measures_the_default_model(
     assert all(float(row[2]) <= float(row[3]) for row in rows)
 
 
-def test_bench_sends_a_text_of_each_task() -> None:
+def test_bench_sends_a_text_of_each_task():
     assert ("/ner", {"inputs": "Ada"}) == bench.request(Head.model_construct(task="ner"), "Ada")
     path, body = bench.request(Head.model_construct(task="qa"), "Ada wrote.")
     assert ("/qa", "Ada wrote.") == (path, body["context"])
 
 
-def test_doctor_reports_each_check(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_reports_each_check(tmp_path, monkeypatch, capsys):
     """What needs an action has `!!` and the action; then the exit status is 1."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -104,7 +96,7 @@ def test_doctor_reports_each_check(
     assert "files      !!  24 open files: ulimit -n 1100, or lower max_connections" in lines
 
 
-def test_the_next_version_leaves_bundles_as_they_are(tmp_path: Path) -> None:
+def test_the_next_version_leaves_bundles_as_they_are(tmp_path):
     """A bundle that may be served is not replaced."""
     for name in ("reviews", "reviews-v2", "reviews-of-books-v7", "my-reviews-v3"):
         (tmp_path / name).mkdir()

@@ -26,19 +26,19 @@ def drawn() -> dict[str, str]:
     return above
 
 
-def test_the_drawn_tree_is_the_real_one() -> None:
+def test_the_drawn_tree_is_the_real_one():
     """Every class stands in the module's docstring below its base."""
     tree = {kind.__name__: kind.__base__.__name__ for kind in kinds()}
     assert {"QuartetError": ""} | tree == drawn()
 
 
 @pytest.mark.parametrize("kind", PUBLIC, ids=lambda kind: kind.__name__)
-def test_the_drawn_tree_tells_statuses_and_codes(kind: type[QuartetError]) -> None:
+def test_the_drawn_tree_tells_statuses_and_codes(kind):
     """Of each class that has some."""
     assert re.search(rf"^ +{kind.__name__} {kind.status} {kind.code}\b", errors.__doc__, re.M)
 
 
-def test_codes_are_unique() -> None:
+def test_codes_are_unique():
     """A code names one class."""
     codes = [kind.code for kind in PUBLIC]
     assert len(set(codes)) == len(codes)
@@ -47,18 +47,18 @@ def test_codes_are_unique() -> None:
 @pytest.mark.parametrize(
     ("seconds", "header"), [(0.0, "1"), (0.2, "1"), (1.0, "1"), (1.01, "2"), (59.5, "60")]
 )
-def test_retry_after_is_whole_seconds_and_at_least_one(seconds: float, header: str) -> None:
+def test_retry_after_is_whole_seconds_and_at_least_one(seconds, header):
     """`Retry-After` rounds up."""
     assert errors.Overloaded("full", retry_after_s=seconds).headers == {"Retry-After": header}
 
 
 @pytest.mark.parametrize("kind", [errors.NotReady, errors.Draining, errors.ReplicaLost])
-def test_a_503_says_when_to_come_back(kind: type[errors.NotReady]) -> None:
+def test_a_503_says_when_to_come_back(kind):
     """Every 503 carries `Retry-After`."""
     assert kind("later").headers == {"Retry-After": "1"}
 
 
-def test_an_error_keeps_its_arguments() -> None:
+def test_an_error_keeps_its_arguments():
     """The message and the field at fault survive, also as `str`."""
     error = errors.InvalidInput("top_k: must be at least 1", param="top_k")
     assert (str(error), error.message, error.param) == (error.message, error.message, "top_k")

@@ -18,7 +18,7 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def test_keys_are_read(tmp_path: Path) -> None:
+def test_keys_are_read(tmp_path):
     """A file has a table for each key; a key is for inference, interactive and without rates unless it says so."""
     told = f"""
         {RECORD}
@@ -56,13 +56,13 @@ def test_keys_are_read(tmp_path: Path) -> None:
         (RECORD.replace(SHA256, "quartet_in_plain"), "should match pattern"),
     ],
 )
-def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str, reason: str) -> None:
+def test_a_file_of_something_else_is_refused(tmp_path, text, reason):
     """A typing error in the file neither grants nor denies access."""
     with pytest.raises(ValueError, match=re.escape(reason)):
         read_keys(write(tmp_path, text))
 
 
-def test_keys_of_several_places_are_joined() -> None:
+def test_keys_of_several_places_are_joined():
     """All of them count."""
     a, b = Key(sha256="a" * 64), Key(sha256="b" * 64)
     assert join_keys({"a": a}, {}, {"b": b}) == {"a": a, "b": b}
@@ -72,15 +72,13 @@ def test_keys_of_several_places_are_joined() -> None:
     ("more", "reason"),
     [({"a": Key(sha256="b" * 64)}, "two keys named a"), ({"b": Key(sha256="a" * 64)}, "a and b")],
 )
-def test_a_key_has_one_name_and_a_name_one_key(more: dict[str, Key], reason: str) -> None:
+def test_a_key_has_one_name_and_a_name_one_key(more, reason):
     """Two records with one name or one key would be ambiguous."""
     with pytest.raises(ValueError, match=reason):
         join_keys({"a": Key(sha256="a" * 64)}, more)
 
 
-def test_a_key_is_made_and_its_record_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_key_is_made_and_its_record_printed(tmp_path, capsys):
     """The record can be appended to a file, and the key is printed for the administrator."""
     main(["search"])
     said = capsys.readouterr()
@@ -89,14 +87,14 @@ def test_a_key_is_made_and_its_record_printed(
     assert key not in said.out
 
 
-def test_no_two_keys_are_alike() -> None:
+def test_no_two_keys_are_alike():
     """A key is made of 256 random bits, in characters that a header takes."""
     keys = {make_key() for _ in range(100)}
     assert len(keys) == 100
     assert all(re.fullmatch(r"quartet_[A-Za-z0-9_-]{43}", key) for key in keys)
 
 
-def test_a_name_that_toml_would_quote_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_that_toml_would_quote_is_refused(capsys):
     """A record can be written under any name that is taken."""
     with pytest.raises(SystemExit) as caught:
         main(["a.b"])
@@ -104,7 +102,7 @@ def test_a_name_that_toml_would_quote_is_refused(capsys: pytest.CaptureFixture[s
     assert "NAME: letters" in capsys.readouterr().err
 
 
-def test_a_record_cannot_be_changed() -> None:
+def test_a_record_cannot_be_changed():
     """Fields of a record are read-only."""
     key = Key(**tomllib.loads(RECORD)["keys"]["search"])
     with pytest.raises(ValidationError, match="frozen"):

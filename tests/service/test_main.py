@@ -4,16 +4,13 @@ import resource
 import signal
 import socket
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from fastapi import FastAPI
-from structlog.typing import EventDict
 
 from service import __main__ as service_main
 from service.__main__ import bind, bind_unix, main, reserve, serve
@@ -35,7 +32,7 @@ REQUEST = (
 
 
 @pytest.mark.usefixtures("logging_as_it_was")
-def test_flags_are_settings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_are_settings(capsys):
     """Arguments are bundles, and flags what they say."""
     main(["bundles/a", "bundles/b", "--port", "3", "--spin", "true", "--check-config"])
     said = capsys.readouterr().out
@@ -55,11 +52,9 @@ def test_flags_are_settings(capsys: pytest.CaptureFixture[str]) -> None:
         (["--http-workers", "0"], True, 0),
     ],
 )
-def test_http_workers_follow_the_gpu(
-    flags: list[str], gpu: bool, workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_http_workers_follow_the_gpu(flags, gpu, workers, monkeypatch):
     """Unless they are set, there are more of them where a GPU computes."""
-    served: list[int | None] = []
+    served = []
 
     class Started:
         def __init__(self, settings: Settings, *_: object) -> None:
@@ -90,14 +85,7 @@ def test_http_workers_follow_the_gpu(
         (["x", "--precision", "int4"], "quartet: --precision: Input should be"),
     ],
 )
-def test_bad_settings_end_with_one_line(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    argv: list[str],
-    line: str,
-    more: list[str],
-) -> None:
+def test_bad_settings_end_with_one_line(monkeypatch, tmp_path, capsys, argv, line, more):
     """The line names where the setting is from; the status is 2."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as caught:
@@ -108,7 +96,7 @@ def test_bad_settings_end_with_one_line(
 
 
 @pytest.mark.parametrize("name", sorted(NOT_FLAGS))
-def test_keys_are_no_flags(name: str) -> None:
+def test_keys_are_no_flags(name):
     """Every user of a machine can read command lines."""
     with pytest.raises(SystemExit) as caught:
         main(["x", f"--{name.replace('_', '-')}", "0123456789abcdef"])
@@ -116,7 +104,7 @@ def test_keys_are_no_flags(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(Settings.model_fields.keys() - NOT_FLAGS - {"bundles"}))
-def test_every_setting_is_a_flag(capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_every_setting_is_a_flag(capsys, name):
     """The help text has each setting by both its names."""
     with pytest.raises(SystemExit) as caught:
         main(["--help"])
@@ -126,15 +114,13 @@ def test_every_setting_is_a_flag(capsys: pytest.CaptureFixture[str], name: str) 
     assert f"QUARTET_{name.upper()})" in said.replace("\n", "")
 
 
-def test_a_free_port_is_taken() -> None:
+def test_a_free_port_is_taken():
     """Port 0 is one that the system chooses, and the address says which."""
     with bind("127.0.0.1", 0) as listener:
         assert url_of(listener) == f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def test_grpc_port_needs_its_extra(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_grpc_port_needs_its_extra(capsys, monkeypatch):
     """Without the packages, a start with grpc_port ends with one line."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SystemExit) as ended:
@@ -143,7 +129,7 @@ def test_grpc_port_needs_its_extra(
     assert "pip install grpcio" in capsys.readouterr().err
 
 
-def test_processes_share_the_port_of_grpc() -> None:
+def test_processes_share_the_port_of_grpc():
     """The reserved port does not accept; others that allow it can listen there."""
     with reserve("127.0.0.1", 0) as reserved, socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -155,9 +141,7 @@ def test_processes_share_the_port_of_grpc() -> None:
 
 
 @pytest.mark.parametrize("take", [bind, reserve])
-def test_a_port_that_no_process_listens_on_yet_is_busy(
-    capsys: pytest.CaptureFixture[str], take: Callable[[str, int], socket.socket]
-) -> None:
+def test_a_port_that_no_process_listens_on_yet_is_busy(capsys, take):
     """The second of two services that start at the same time ends, also where their processes share the port."""
     with take("127.0.0.1", 0) as first:
         port = first.getsockname()[1]
@@ -167,7 +151,7 @@ def test_a_port_that_no_process_listens_on_yet_is_busy(
     assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
 
 
-async def test_a_service_starts_again_on_its_port(app: FastAPI) -> None:
+async def test_a_service_starts_again_on_its_port(app):
     """Connections that an earlier service has closed do not keep the port busy."""
     server = Watched(app)
     listener = bind("127.0.0.1", 0)
@@ -181,7 +165,7 @@ async def test_a_service_starts_again_on_its_port(app: FastAPI) -> None:
     bind(*address).close()
 
 
-def test_a_busy_port_ends_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_busy_port_ends_with_one_line(capsys):
     """The line names the address; the status is 1."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -194,9 +178,7 @@ def test_a_busy_port_ends_with_one_line(capsys: pytest.CaptureFixture[str]) -> N
     )
 
 
-def test_a_unix_socket_in_use_ends_with_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_unix_socket_in_use_ends_with_one_line(tmp_path, capsys):
     """The line names the path; the status is 1."""
     path = tmp_path / "s"
     with bind_unix(path, 0o600), pytest.raises(SystemExit) as caught:
@@ -253,13 +235,7 @@ def keep_asking(address: Address) -> Counter[str]:
 
 
 @pytest.mark.parametrize("on_unix", [False, True])
-async def test_a_drain_loses_no_client(
-    on_unix: bool,
-    app: FastAPI,
-    lines: list[EventDict],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+async def test_a_drain_loses_no_client(on_unix, app, lines, monkeypatch, tmp_path):
     """From the signal on, every client that could connect is answered, and then none can connect."""
     monkeypatch.setattr("service.server.server.GRACE_S", 1.5)  # a loaded machine's clients are slow
     listener = bind_unix(tmp_path / "s", 0o600) if on_unix else bind("127.0.0.1", 0)
@@ -276,7 +252,7 @@ async def test_a_drain_loses_no_client(
     assert {"event": "draining", "log_level": "info", "limit_s": 30.0} in lines
 
 
-def test_few_files(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_few_files(monkeypatch, capsys):
     """A limit of open files with which no process works ends the service at start."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (24, 24))
     with pytest.raises(SystemExit) as ended:

@@ -51,9 +51,7 @@ def tree(root: Path, files: Mapping[str, str]) -> Path:
         ({}, None, None),
     ],
 )
-def test_the_tightest_limit_counts(
-    tmp_path: Path, files: Mapping[str, str], size: int | None, peak: int | None
-) -> None:
+def test_the_tightest_limit_counts(tmp_path, files, size, peak):
     """It is that of the process's cgroup or of an ancestor, and the peak is counted where the limit is set."""
     found = memory_limit(tree(tmp_path, files))
     assert (size, peak) == ((None, None) if found is None else (found.size, found.peak))
@@ -80,9 +78,7 @@ def test_the_tightest_limit_counts(
         (NONE, {"sys/fs/cgroup/memory.events": "oom_kill 3\n"}, "out of memory: the machine has"),
     ],
 )
-def test_a_kill_is_explained_by_a_counter(
-    tmp_path: Path, files: Mapping[str, str], change: Mapping[str, str], reason: str
-) -> None:
+def test_a_kill_is_explained_by_a_counter(tmp_path, files, change, reason):
     """Only a counter that has grown since the process was started explains its end."""
     before = oom_kills(tree(tmp_path, files))
     assert explain_kill(before, tmp_path) is None
@@ -93,6 +89,6 @@ def test_a_kill_is_explained_by_a_counter(
     assert "max_batch_tokens" in explained
 
 
-def test_without_cgroups_nothing_is_explained(tmp_path: Path) -> None:
+def test_without_cgroups_nothing_is_explained(tmp_path):
     """No file, no counter."""
     assert explain_kill({}, tmp_path) is None

@@ -52,7 +52,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-async def test_as_served(tiny_bundle: Path, tmp_path: Path) -> None:
+async def test_as_served(tiny_bundle, tmp_path):
     """Every row keeps its fields, and gets the labels and scores that the service returns for it."""
     rows = [{"id": number, "text": text} for number, text in enumerate(TEXTS)]
     source = jsonl(tmp_path / "in.jsonl", rows)
@@ -83,9 +83,7 @@ async def test_as_served(tiny_bundle: Path, tmp_path: Path) -> None:
         ("in.data", '{"text": "the sea"}\n{"text": "the sky"}\n', []),
     ],
 )
-def test_formats(
-    name: str, content: str, options: list[str], tiny_bundle: Path, tmp_path: Path
-) -> None:
+def test_formats(name, content, options, tiny_bundle, tmp_path):
     """The files that training reads are predicted, in UTF-16, too; CSV is written."""
     encoded = content.encode("utf-8" if content.startswith("\ufeff") else "utf-16")
     (tmp_path / name).write_bytes(gzip.compress(encoded) if name.endswith(".gz") else encoded)
@@ -107,9 +105,7 @@ def test_formats(
         ("sentiment", {"text": "Ada", "text_pair": "Grace"}, {"top_k": 1}),
     ],
 )
-def test_tasks(
-    head: str, row: dict[str, str], options: dict[str, Any], tiny_bundle: Path, tmp_path: Path
-) -> None:
+def test_tasks(head, row, options, tiny_bundle, tmp_path):
     """Every task has its route and its options."""
     source = jsonl(tmp_path / "in.jsonl", [row] * 3)
     chosen = ["--head", head, "--options", json.dumps(options)]
@@ -124,7 +120,7 @@ def test_tasks(
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
-def test_columns_of_the_user(tiny_bundle: Path, tmp_path: Path, suffix: str) -> None:
+def test_columns_of_the_user(tiny_bundle, tmp_path, suffix):
     """Every cell of the input stays, also under names of the results and under none, in a second prediction, too."""
     text = 'text,score,error,result,,"predicted_label"\nsea,5,typo,mine,x,old\n"",6,"a\rb",,,\n'
     (tmp_path / "in.csv").write_text(text)
@@ -143,7 +139,7 @@ def test_columns_of_the_user(tiny_bundle: Path, tmp_path: Path, suffix: str) -> 
     assert f"error_{2 + (suffix == '.csv')}" in header
 
 
-def test_fields_of_some_rows(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_fields_of_some_rows(tiny_bundle, tmp_path):
     """A table of JSON lines has the fields of all rows; lists and objects are JSON, and no value becomes another."""
     rows = [{"text": "sea"}, {"text": "sky", "tags": ["a"], "is": True}, {"is": None, "text": "a"}]
     source = jsonl(tmp_path / "in.jsonl", rows)
@@ -155,7 +151,7 @@ def test_fields_of_some_rows(tiny_bundle: Path, tmp_path: Path) -> None:
     assert [("sea", "", ""), ("sky", '["a"]', "true"), ("a", "", "")] == found
 
 
-def test_pairs(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_pairs(tiny_bundle, tmp_path):
     """A row has the result of /classify, with its pair or without one, whatever other rows have."""
     rows = [
         {"text": "sea"},
@@ -174,7 +170,7 @@ def test_pairs(tiny_bundle: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_tables(tmp_path: Path, seed: int) -> None:
+def test_random_tables(tmp_path, seed):
     """Tables as RFC 4180 has them are read and written without a change, with any delimiter and quotation."""
     drawn = random.Random(seed)
     needs = Needs("classification", ("text", "text_pair"), (("text",),))
@@ -203,7 +199,7 @@ def test_random_tables(tmp_path: Path, seed: int) -> None:
             assert [[*row, "x", "1", ""] for row in cells] == [*csv.reader(file)][1:]
 
 
-def test_bad_rows(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_bad_rows(tiny_bundle, tmp_path):
     """Each has an error with its line, and the others have results; an empty line shifts no row."""
     (tmp_path / "in.txt").write_text("sea\n\nsky\n")
     context = {"context": "Ada met Grace."}
@@ -232,7 +228,7 @@ def test_bad_rows(tiny_bundle: Path, tmp_path: Path) -> None:
         assert reason in found[number - 1]["error"]
 
 
-def test_one_bad_row(tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_bad_row(tiny_bundle, tmp_path, capsys):
     """A text that is refused has an error, the others have results, and the exit status is 1."""
     source = jsonl(tmp_path / "in.jsonl", [{"text": "sea"}, {"text": "sea " * 900}])
 
@@ -262,15 +258,7 @@ def test_one_bad_row(tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFi
         ("in.conll", "Ada O\n", [], "in.conll: conll is not predicted"),
     ],
 )
-def test_refusals(
-    name: str,
-    content: str | None,
-    options: list[str],
-    message: str,
-    tiny_bundle: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_refusals(name, content, options, message, tiny_bundle, tmp_path, capsys):
     """A wrong file is reported with line and columns, a wrong option by name; an old output file stays."""
     if content is not None:
         (tmp_path / name).write_text(content)
@@ -283,9 +271,7 @@ def test_refusals(
     assert not (tmp_path / "out.jsonl.partial").exists()
 
 
-def test_a_bad_bundle(
-    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_bundle(tiny_bundle, tmp_path, capsys):
     """A damaged bundle is refused with status 3."""
     shutil.copytree(tiny_bundle, tmp_path / "bad")
     (tmp_path / "bad" / "tokenizer.json").write_text("{}")
@@ -303,7 +289,7 @@ def test_a_bad_bundle(
         ["a.csv", "b.csv", "--columns", '{"text": 3}'],
     ],
 )
-def test_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments(arguments, capsys):
     """Unknown endings and options that are no object are errors of the command line."""
     with pytest.raises(SystemExit, match="2"):
         predict.main(["bundle", *arguments])

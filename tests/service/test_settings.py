@@ -7,7 +7,6 @@ from pydantic import ValidationError
 from service import settings
 from service.core.cpu import CPU
 from service.core.cuda import CUDA
-from service.core.device_kind import DeviceKind
 from service.settings import Settings, cgroup_cores, unknown_variables, usable_cores
 
 
@@ -19,20 +18,20 @@ def write(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def test_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_are_read(monkeypatch):
     """`QUARTET_` and a field's name in capitals set the field."""
     monkeypatch.setenv("QUARTET_MAX_BATCH_TOKENS", "512")
     monkeypatch.setenv("QUARTET_PROVIDER", "CUDA")
     assert (Settings().max_batch_tokens, Settings().provider) == (512, "cuda")
 
 
-def test_bundles_are_separated_like_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bundles_are_separated_like_a_path(monkeypatch):
     """`QUARTET_BUNDLES` is read as `PATH` is."""
     monkeypatch.setenv("QUARTET_BUNDLES", os.pathsep.join(["bundles/a", "", "bundles/b"]))
     assert Settings().bundles == (Path("bundles/a"), Path("bundles/b"))
 
 
-def test_settings_are_frozen() -> None:
+def test_settings_are_frozen():
     """A setting cannot be changed after it was read."""
     with pytest.raises(ValidationError, match="frozen"):
         Settings().port = 1
@@ -42,28 +41,28 @@ def test_settings_are_frozen() -> None:
     ("name", "value"),
     [("port", 65536), ("max_batch_tokens", 0), ("precision", "int4"), ("drain_s", -1)],
 )
-def test_bad_values_are_refused(name: str, value: object) -> None:
+def test_bad_values_are_refused(name, value):
     """A value outside its range does not become a default."""
     with pytest.raises(ValidationError, match=name):
         Settings(**{name: value})
 
 
 @pytest.mark.parametrize("other", ["port", "metrics_port"])
-def test_grpc_cannot_share_a_port(other: str) -> None:
+def test_grpc_cannot_share_a_port(other):
     """gRPC has a port of its own; 0 is any."""
     Settings(**{other: 0}, grpc_port=0)
     with pytest.raises(ValidationError, match="must differ from port"):
         Settings(**{other: 9000}, grpc_port=9000)
 
 
-def test_metrics_cannot_share_the_port_and_have_their_own() -> None:
+def test_metrics_cannot_share_the_port_and_have_their_own():
     """Two listeners want two ports, unless each takes a free one."""
     with pytest.raises(ValidationError, match="must differ from port"):
         Settings(port=9000, metrics_port=9000)
     assert Settings(port=0, metrics_port=0).metrics_port == 0
 
 
-def test_a_unix_socket_has_a_path_that_the_kernel_can_keep() -> None:
+def test_a_unix_socket_has_a_path_that_the_kernel_can_keep():
     """A path that is too long is refused by the name of its setting; a mode has three octal digits."""
     longest = "/" + "s" * 106
     assert Path(longest) == Settings(uds=longest).uds
@@ -75,19 +74,19 @@ def test_a_unix_socket_has_a_path_that_the_kernel_can_keep() -> None:
 
 
 @pytest.mark.parametrize("trusted", ["", "*", "127.0.0.1", "::1, 10.0.0.0/8,unix:"])
-def test_trusted_proxies_are_addresses_and_networks(trusted: str) -> None:
+def test_trusted_proxies_are_addresses_and_networks(trusted):
     """Proxies are listed as uvicorn lists them."""
     assert trusted == Settings(forwarded_allow_ips=trusted).forwarded_allow_ips
 
 
 @pytest.mark.parametrize("trusted", ["proxy", "10.0.0.300", "10.0.0.1/8", "127.0.0.1 10.0.0.1"])
-def test_a_proxy_that_is_no_address_is_refused(trusted: str) -> None:
+def test_a_proxy_that_is_no_address_is_refused(trusted):
     """A typing error would otherwise leave the proxy without trust, and be noticed much later."""
     with pytest.raises(ValidationError, match="forwarded_allow_ips"):
         Settings(forwarded_allow_ips=trusted)
 
 
-def test_origins_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_origins_are_separated_by_commas(monkeypatch):
     """`QUARTET_CORS_ORIGINS` may name several."""
     origins = (
         *("https://a.org", "http://localhost:3000", "http://[::1]:80", "app://obsidian.md"),
@@ -100,13 +99,13 @@ def test_origins_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     "origin", ["", "*", "null", "a.org", "https://a.org/", "https://*.a.org", "https://A.org"]
 )
-def test_what_no_browser_sends_is_no_origin(origin: str) -> None:
+def test_what_no_browser_sends_is_no_origin(origin):
     """A slip of the pen would otherwise leave a page out, or let all in."""
     with pytest.raises(ValidationError, match="is not an origin"):
         Settings(cors_origins=[origin])
 
 
-def test_aliases_are_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_aliases_are_pairs(monkeypatch):
     """A flag and a variable have them as text, a file as a table."""
     monkeypatch.setenv("QUARTET_ALIASES", "BAAI/bge-m3=tiny, text-embedding-3-small = tiny")
     expected = {"BAAI/bge-m3": "tiny", "text-embedding-3-small": "tiny"}
@@ -117,12 +116,12 @@ def test_aliases_are_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", Settings.model_fields)
-def test_every_setting_is_described(name: str) -> None:
+def test_every_setting_is_described(name):
     """The help text comes from the field, so each field has one."""
     assert Settings.model_fields[name].description
 
 
-def test_unknown_variables_are_named_with_the_closest_known() -> None:
+def test_unknown_variables_are_named_with_the_closest_known():
     """A misspelt variable is pointed out, a stranger's is not."""
     assert unknown_variables({"QUARTET_MAX_BATCH_TOKEN": "1", "PATH": "", "QUARTET_PORT": "1"}) == [
         "QUARTET_MAX_BATCH_TOKEN is not a setting (did you mean QUARTET_MAX_BATCH_TOKENS?)"
@@ -142,7 +141,7 @@ def test_unknown_variables_are_named_with_the_closest_known() -> None:
         ({"replicas": 4, "threads": 5}, 4, {1: 5}),
     ],
 )
-def test_slots_on_a_cpu(given: dict[str, int], number: int, threads: dict[int, int]) -> None:
+def test_slots_on_a_cpu(given, number, threads):
     """A thread each, and all for one; replicas share the threads, or have one each if there are no more."""
     assert Settings(**given).slots(CPU, cores=8) == (number, threads)
 
@@ -150,12 +149,12 @@ def test_slots_on_a_cpu(given: dict[str, int], number: int, threads: dict[int, i
 @pytest.mark.parametrize(
     ("bundles", "threads"), [(2, {1: 1, 4: 4}), (3, {1: 1, 2: 2}), (8, {1: 1}), (99, {1: 1})]
 )
-def test_threads_do_not_grow_with_bundles(bundles: int, threads: dict[int, int]) -> None:
+def test_threads_do_not_grow_with_bundles(bundles, threads):
     """The threads for single texts are divided among the bundles."""
     assert Settings().slots(CPU, cores=8, bundles=bundles) == (8, threads)
 
 
-def test_slots_on_one_core_and_on_a_gpu() -> None:
+def test_slots_on_one_core_and_on_a_gpu():
     """One core has one slot. A GPU has two, so that one batch is prepared while the other one runs."""
     assert Settings().slots(CPU, cores=1) == (1, {1: 1})
     assert Settings().slots(CUDA, cores=8) == (2, {1: 8})
@@ -163,7 +162,7 @@ def test_slots_on_one_core_and_on_a_gpu() -> None:
 
 
 @pytest.mark.parametrize(("cores", "workers"), [(64, 4), (6, 3), (1, 1)])
-def test_http_workers(cores: int, workers: int) -> None:
+def test_http_workers(cores, workers):
     """One on a CPU; on a GPU half of the cores, up to four."""
     assert (1, workers) == (CPU.http_workers(cores), CUDA.http_workers(cores))
 
@@ -171,7 +170,7 @@ def test_http_workers(cores: int, workers: int) -> None:
 @pytest.mark.parametrize(
     ("given", "kind", "size"), [(None, CPU, 64), (None, CUDA, 256), (9, CUDA, 9)]
 )
-def test_sequences_of_a_batch(given: int | None, kind: DeviceKind, size: int) -> None:
+def test_sequences_of_a_batch(given, kind, size):
     """64 on a CPU and 256 on a GPU, or as set."""
     assert size == Settings(max_batch_size=given).batch_size(kind)
 
@@ -210,9 +209,7 @@ def test_sequences_of_a_batch(given: int | None, kind: DeviceKind, size: int) ->
     ],
     ids=["none", "v2-max", "v2", "v2-parent-is-tighter", "v2-hidden", "v1", "v1-unlimited"],
 )
-def test_the_cgroup_quota_is_read(
-    tmp_path: Path, files: dict[str, str], cores: float | None
-) -> None:
+def test_the_cgroup_quota_is_read(tmp_path, files, cores):
     """The tightest quota on the way up counts; no quota is no limit."""
     assert cgroup_cores(write(tmp_path, files)) == cores
 
@@ -220,9 +217,7 @@ def test_the_cgroup_quota_is_read(
 @pytest.mark.parametrize(
     ("affinity", "quota", "cores"), [(4, None, 4), (4, 2.9, 2), (2, 8.0, 2), (4, 0.5, 1)]
 )
-def test_usable_cores_are_the_smaller_of_affinity_and_quota(
-    monkeypatch: pytest.MonkeyPatch, affinity: int, quota: float | None, cores: int
-) -> None:
+def test_usable_cores_are_the_smaller_of_affinity_and_quota(monkeypatch, affinity, quota, cores):
     """A fraction of a core is not counted on, but one core always is."""
     monkeypatch.setattr(settings, "affinity_cores", lambda: affinity)
     monkeypatch.setattr(settings, "cgroup_cores", lambda: quota)

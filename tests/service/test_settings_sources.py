@@ -36,7 +36,7 @@ def told(configuration: Configuration) -> dict[str, list[str]]:
     return {name: rest for name, *rest in lines}
 
 
-def test_a_flag_goes_before_a_variable_before_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flag_goes_before_a_variable_before_the_file(monkeypatch):
     """Each setting comes from the nearest of the places where it is given, and the report says from which."""
     write("quartet.toml", "port = 1\nthreads = 1\nreplicas = 1\n")
     monkeypatch.setenv("QUARTET_PORT", "2")
@@ -56,7 +56,7 @@ def test_a_flag_goes_before_a_variable_before_the_file(monkeypatch: pytest.Monke
     assert list(found) == list(Settings.model_fields)
 
 
-def test_quotation_marks_around_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quotation_marks_around_variables(monkeypatch):
     """Files of variables for containers keep them; they are left out, with a warning that names the variable."""
     given = {"QUARTET_API_KEY": f'"{PLAIN}"', "QUARTET_PORT": "'9000'", "QUARTET_HOST": "::1"}
     for name, value in given.items():
@@ -69,7 +69,7 @@ def test_quotation_marks_around_variables(monkeypatch: pytest.MonkeyPatch) -> No
     assert ["QUARTET_API_KEY", "QUARTET_PORT"] == [line.partition(":")[0] for line in lines]
 
 
-def test_a_comment_in_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_comment_in_a_variable(monkeypatch):
     """The message has the whole value."""
     monkeypatch.setenv("QUARTET_PORT", "9000 # for tests")
     with pytest.raises(ConfigError, match=r"QUARTET_PORT: .*, not '9000 # for tests'"):
@@ -77,7 +77,7 @@ def test_a_comment_in_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["quartet.toml", "keys.toml"])
-def test_a_byte_order_mark(name: str) -> None:
+def test_a_byte_order_mark(name):
     """Editors of Windows write one at the start of a file."""
     Path("quartet.toml").write_text("port = 9000\napi_keys = 'keys.toml'\n", encoding="utf-8")
     Path("keys.toml").write_text(f"[keys.ops]\nsha256 = '{'a' * 64}'\n", encoding="utf-8")
@@ -87,7 +87,7 @@ def test_a_byte_order_mark(name: str) -> None:
     assert (9000, ["ops"]) == (settings.port, [*settings.keys])
 
 
-def test_a_file_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_can_be_named(monkeypatch):
     """A flag or a variable names it, and no other file is read."""
     write("quartet.toml", "port = 1\nthreads = 1")
     write("one.toml", "port = 2")
@@ -98,12 +98,12 @@ def test_a_file_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert with_bundle(config="other.toml").settings.threads is None
 
 
-def test_no_file_is_needed() -> None:
+def test_no_file_is_needed():
     """Without one, nothing is from it."""
     assert with_bundle().settings == Settings(bundles=(Path("x"),))
 
 
-def test_paths_in_a_file_are_relative_to_it() -> None:
+def test_paths_in_a_file_are_relative_to_it():
     """A file means the same wherever the service is started."""
     write("etc/keys.toml", f'[keys.a]\nsha256 = "{"a" * 64}"')
     write("etc/quartet.toml", 'bundles = ["b", "/c"]\napi_keys = "keys.toml"\nuds = "s"')
@@ -115,7 +115,7 @@ def test_paths_in_a_file_are_relative_to_it() -> None:
     assert configure({"config": "etc/quartet.toml"}).settings.bundles == (Path("etc/b:c"),)
 
 
-def test_bundles_that_come_later_come_from_a_directory() -> None:
+def test_bundles_that_come_later_come_from_a_directory():
     """A directory that exists, relative to the file with the setting."""
     write("etc/quartet.toml", 'models_dir = "models"')
     with pytest.raises(ConfigError, match=r"^etc/quartet.toml: etc/models is no directory$"):
@@ -124,7 +124,7 @@ def test_bundles_that_come_later_come_from_a_directory() -> None:
     assert with_bundle(config="etc/quartet.toml").settings.models_dir == Path("etc/models")
 
 
-def test_bundles_are_found_when_none_is_named() -> None:
+def test_bundles_are_found_when_none_is_named():
     """What lies in `bundles/` is served by default, in the order of names."""
     for name in ("b", "a", ".a.partial"):
         write(f"bundles/{name}/manifest.json", "")
@@ -134,7 +134,7 @@ def test_bundles_are_found_when_none_is_named() -> None:
     assert told(configuration)["bundles"] == ["bundles/a, bundles/b", "default"]
 
 
-def test_keys_of_all_places_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_of_all_places_are_found(monkeypatch):
     """Those in the file, in its file of keys and in a variable; nothing but hashes is handed on."""
     write("keys.toml", f'[keys.filed]\nsha256 = "{"a" * 64}"')
     write("quartet.toml", f'api_keys = "keys.toml"\n[keys.told]\nsha256 = "{"b" * 64}"')
@@ -150,7 +150,7 @@ def test_keys_of_all_places_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert PLAIN not in settings.model_dump_json()
 
 
-def test_keys_in_a_variable_go_before_those_in_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_in_a_variable_go_before_those_in_the_file(monkeypatch):
     """As with every setting: they are not mixed with them."""
     write("quartet.toml", f'[keys.a]\nsha256 = "{"a" * 64}"\nmay = ["admin"]')
     monkeypatch.setenv("QUARTET_KEYS", f'{{"a": {{"sha256": "{"b" * 64}"}}}}')
@@ -158,7 +158,7 @@ def test_keys_in_a_variable_go_before_those_in_the_file(monkeypatch: pytest.Monk
     assert (key.sha256, key.may) == ("b" * 64, ("inference",))
 
 
-def test_a_report_tells_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_tells_no_secret(monkeypatch):
     """The report has the names of keys only."""
     write("keys.toml", f'[keys.filed]\nsha256 = "{"a" * 64}"')
     monkeypatch.setenv("QUARTET_API_KEY", PLAIN)
@@ -196,7 +196,7 @@ RECORD = f'[keys.a]\nsha256 = "{"a" * 64}"\n'
         ('api_keys = "quartet.toml"', "quartet.toml: keys: Field required"),
     ],
 )
-def test_faults_of_a_file_are_reported(text: str, reason: str) -> None:
+def test_faults_of_a_file_are_reported(text, reason):
     """Every name and every value, and where it stands."""
     write("quartet.toml", text)
     with pytest.raises(ConfigError, match=re.escape(reason)):
@@ -215,9 +215,7 @@ def test_faults_of_a_file_are_reported(text: str, reason: str) -> None:
         ("CONFIG", "none.toml", "none.toml: No such file or directory"),
     ],
 )
-def test_faults_of_a_variable_are_reported(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str, reason: str
-) -> None:
+def test_faults_of_a_variable_are_reported(monkeypatch, name, value, reason):
     """A service whose keys cannot be read is not left open."""
     monkeypatch.setenv(f"QUARTET_{name}", value)
     with pytest.raises(ConfigError, match=re.escape(reason)):
@@ -225,7 +223,7 @@ def test_faults_of_a_variable_are_reported(
 
 
 @pytest.mark.parametrize("name", Settings.model_fields)
-def test_an_empty_variable_is_an_unset_one(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_an_empty_variable_is_an_unset_one(monkeypatch, name):
     """As Compose and many scripts set variables that have no value."""
     unset = configure({"bundles": ["x"]} if name != "bundles" else {"config": str(EXAMPLE)})
     monkeypatch.setenv(f"QUARTET_{name.upper()}", "")
@@ -233,7 +231,7 @@ def test_an_empty_variable_is_an_unset_one(monkeypatch: pytest.MonkeyPatch, name
     assert unset == empty
 
 
-def test_an_empty_variable_leaves_what_a_file_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_variable_leaves_what_a_file_says(monkeypatch):
     """A setting in the file holds, and keys in it keep the service closed."""
     write("quartet.toml", "port = 1\n" + RECORD)
     for name in ("PORT", "API_KEY", "API_KEYS", "KEYS"):
@@ -254,7 +252,7 @@ def test_an_empty_variable_leaves_what_a_file_says(monkeypatch: pytest.MonkeyPat
         ({}, 'bundles = ["x", ""]', "quartet.toml: bundles: is empty"),
     ],
 )
-def test_an_empty_flag_or_line_is_a_mistake(flags: dict[str, Any], text: str, reason: str) -> None:
+def test_an_empty_flag_or_line_is_a_mistake(flags, text, reason):
     """It would select the working directory, or every address; the error has its origin."""
     write("quartet.toml", text)
     with pytest.raises(ConfigError, match=re.escape(reason)):
@@ -278,9 +276,7 @@ def links(service: str, address: str = "tcp://10.96.14.2:8000") -> dict[str, str
 
 @pytest.mark.parametrize("service", ["QUARTET", "QUARTET_METRICS", "QUARTET_GPU_2"])
 @pytest.mark.parametrize("address", ["tcp://10.96.14.2:8000", "tcp://[fd00::2]:8000"])
-def test_a_kubernetes_service_sets_nothing(
-    monkeypatch: pytest.MonkeyPatch, service: str, address: str
-) -> None:
+def test_a_kubernetes_service_sets_nothing(monkeypatch, service, address):
     """A Service whose name begins with quartet leaves every setting as it is."""
     plain = with_bundle()
     given = links(service, address)
@@ -293,7 +289,7 @@ def test_a_kubernetes_service_sets_nothing(
     assert [] == unknown_variables(given)
 
 
-def test_settings_apply_next_to_a_kubernetes_service(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_apply_next_to_a_kubernetes_service(monkeypatch):
     """A variable that is a setting by its value holds, and a wrong one is refused as ever."""
     for name, value in links("QUARTET").items():
         monkeypatch.setenv(name, value)
@@ -307,7 +303,7 @@ def test_settings_apply_next_to_a_kubernetes_service(monkeypatch: pytest.MonkeyP
     assert [] == ignored_variables(unknown, closed=False)
 
 
-def test_an_empty_key_is_warned_of() -> None:
+def test_an_empty_key_is_warned_of():
     """The warning says whether the service is open without the key."""
     assert ["QUARTET_API_KEY is empty, which counts as unset"] == ignored_variables(
         {"QUARTET_API_KEY": "", "QUARTET_PORT": ""}, closed=True
@@ -316,7 +312,7 @@ def test_an_empty_key_is_warned_of() -> None:
     assert line.endswith("no key is set, so every client that connects is served")
 
 
-def test_what_is_wrong_never_tells_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_never_tells_a_key(monkeypatch):
     """An error may end up in a log."""
     monkeypatch.setenv("QUARTET_API_KEY", "too-short")
     with pytest.raises(ConfigError) as caught:
@@ -324,7 +320,7 @@ def test_what_is_wrong_never_tells_a_key(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "too-short" not in str(caught.value)
 
 
-def test_the_example_is_as_it_says() -> None:
+def test_the_example_is_as_it_says():
     """The file that is shipped is read as it stands, and what is commented out in it has its default."""
     text = EXAMPLE.read_text(encoding="utf-8")
     shipped = configure({"config": str(EXAMPLE)}).settings

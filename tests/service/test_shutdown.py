@@ -1,7 +1,6 @@
 """Signals lead from each stage to the next one, as the table of `service.shutdown` states."""
 
 import asyncio
-import signal
 from signal import SIGINT, SIGQUIT, SIGTERM
 
 import pytest
@@ -23,10 +22,8 @@ STARTING, RUNNING, LEAVING, DRAINING, HURRYING, STOPPED = Stage
         (RUNNING, 0, [SIGTERM, SIGTERM, SIGINT], [DRAINING, HURRYING, STOPPED]),
     ],
 )
-async def test_signals(
-    first: Stage, delay_s: float, signals: list[signal.Signals], stages: list[Stage]
-) -> None:
-    entered: list[Stage] = []
+async def test_signals(first, delay_s, signals, stages):
+    entered = []
     shutdown = Shutdown(delay_s, entered.append)
     shutdown.stage = first
     for number in signals:
@@ -34,7 +31,7 @@ async def test_signals(
     assert stages == entered
 
 
-async def test_a_delay_ends_with_a_drain() -> None:
+async def test_a_delay_ends_with_a_drain():
     """An earlier stage is never entered again, also when the delay ends later."""
     drained = asyncio.Event()
     shutdown = Shutdown(0.001, lambda stage: drained.set() if stage == DRAINING else None)

@@ -179,7 +179,7 @@ def assert_gives(made: Bundle, head: str, expected: np.ndarray, atol: float = 1e
 
 
 @pytest.mark.parametrize("task", ARCHITECTURES)
-def test_tasks(task: str, folder: Path, out: Path) -> None:
+def test_tasks(task, folder, out):
     """The architecture says the task, the head has its name, and gives what the graph looks up."""
     made = export(write(folder, task), out)
     expected = {
@@ -200,7 +200,7 @@ def test_tasks(task: str, folder: Path, out: Path) -> None:
     )
 
 
-def test_manifest(folder: Path, out: Path) -> None:
+def test_manifest(folder, out):
     """One graph, padded, whose weights' precision it has; and its own answers for goldens."""
     made = export(write(folder, "ner"), out, "--name", "tags", "--version", "2")
     manifest = made.manifest
@@ -228,7 +228,7 @@ def test_manifest(folder: Path, out: Path) -> None:
 
 @pytest.mark.parametrize("place", ["onnx/model.onnx", "onnx/model_quantized.onnx", "model_O3.onnx"])
 @pytest.mark.parametrize("named", [True, False])
-def test_places(place: str, named: bool, folder: Path, out: Path) -> None:
+def test_places(place, named, folder, out):
     """The only graph of the directory or of its `onnx` is taken, and a graph may be named."""
     write(folder, "ner")
     (folder / place).parent.mkdir(exist_ok=True)
@@ -236,9 +236,7 @@ def test_places(place: str, named: bool, folder: Path, out: Path) -> None:
     assert "padded" == export(folder / place if named else folder, out).manifest.graphs[0].layout
 
 
-def test_a_directory_with_weights(
-    folder: Path, out: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_directory_with_weights(folder, out, capsys):
     """A directory of a checkpoint and its graph is a checkpoint, unless `--onnx` selects the graph."""
     (write(folder, "ner") / "model.safetensors").write_bytes(b"")
     assert 1 == main([str(folder), str(out)])
@@ -246,7 +244,7 @@ def test_a_directory_with_weights(
     assert "padded" == export(folder, out, "--onnx").manifest.graphs[0].layout
 
 
-def test_the_longest_input(folder: Path, out: Path, tmp_path: Path) -> None:
+def test_the_longest_input(folder, out, tmp_path):
     """The smallest stated limit; --max-length may lower it, and is the only limit if none is stated."""
     write_json(folder / "tokenizer_config.json", {**AS_SAVED, "model_max_length": 32})
     assert 32 == export(write(folder, "ner"), out).manifest.max_length
@@ -256,7 +254,7 @@ def test_the_longest_input(folder: Path, out: Path, tmp_path: Path) -> None:
     assert 40 == export(folder, tmp_path / "c", "--max-length", "40").manifest.max_length
 
 
-def test_metrics_of_labelled_data(folder: Path, out: Path, tmp_path: Path) -> None:
+def test_metrics_of_labelled_data(folder, out, tmp_path):
     """The one graph is measured like any other."""
     row = {"text": "Ada drew a comet", "label": "sea"}
     (tmp_path / "data.jsonl").write_text(json.dumps(row) + "\n")
@@ -269,7 +267,7 @@ def test_metrics_of_labelled_data(folder: Path, out: Path, tmp_path: Path) -> No
 # -- embeddings -----------------------------------------------------------------------------------
 
 
-def test_the_assumed_pooling(folder: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_assumed_pooling(folder, out, capsys):
     """Where no file declares the pooling, export warns of the mean, and of vectors of length 1."""
     export(write(folder, "embedding"), out)
     shown = capsys.readouterr().out
@@ -277,9 +275,7 @@ def test_the_assumed_pooling(folder: Path, out: Path, capsys: pytest.CaptureFixt
     assert "sentence-transformers does not normalize" in shown
 
 
-def test_a_requested_pooling(
-    folder: Path, out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_requested_pooling(folder, out, tmp_path, capsys):
     """`--pooling` selects the pooling without a warning; a declared one stays."""
     made = export(write(folder, "embedding"), out, "--pooling", "cls")
     assert_gives(made, "embedding", firsts(made))
@@ -291,7 +287,7 @@ def test_a_requested_pooling(
 
 
 @pytest.mark.parametrize("pooled", [True, False])
-def test_outputs_of_other_names(pooled: bool, folder: Path, out: Path) -> None:
+def test_outputs_of_other_names(pooled, folder, out):
     """`--output` selects an output of another name, of a vector per token or per text."""
     proto = lookup("last_hidden_state")
     proto.graph.node[0].output[0] = "every"
@@ -307,7 +303,7 @@ def test_outputs_of_other_names(pooled: bool, folder: Path, out: Path) -> None:
     assert ("none" if pooled else "mean") == made.manifest.heads["embedding"].pooling
 
 
-def test_other_names_of_logits(folder: Path, out: Path) -> None:
+def test_other_names_of_logits(folder, out):
     """The outputs of the other tasks may have other names, too, in the order of the task's own."""
     proto = lookup("end_logits", "start_logits")
     for node, value, name in zip(proto.graph.node, proto.graph.output, "ab", strict=True):
@@ -317,7 +313,7 @@ def test_other_names_of_logits(folder: Path, out: Path) -> None:
     assert_gives(made, "qa", np.stack(columns, axis=-1))
 
 
-def test_pooled_vectors_only(folder: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pooled_vectors_only(folder, out, capsys):
     """A graph whose only output is `sentence_embedding` has pooled already, and needs no pooling."""
     proto = first_token(lookup("last_hidden_state"), "sentence_embedding")
     proto.graph.output[0].name = "sentence_embedding"
@@ -327,7 +323,7 @@ def test_pooled_vectors_only(folder: Path, out: Path, capsys: pytest.CaptureFixt
     assert "the graph pools its vectors itself" in capsys.readouterr().out
 
 
-def test_pooling_of_the_first_token(folder: Path, out: Path) -> None:
+def test_pooling_of_the_first_token(folder, out):
     """`1_Pooling` says so."""
     write_json(folder / "1_Pooling" / "config.json", {"pooling_mode_cls_token": True})
     made = export(write(folder, "embedding"), out)
@@ -348,7 +344,7 @@ POOLED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 @pytest.mark.parametrize("mode", POOLED)
-def test_other_poolings(mode: str, folder: Path, out: Path) -> None:
+def test_other_poolings(mode, folder, out):
     """Each pooling of sentence-transformers is appended, alone and concatenated, and does not depend on the batch."""
     write_json(folder / "1_Pooling" / "config.json", {"pooling_mode": [mode, "cls"]})
     made = export(write(folder, "embedding"), out)
@@ -362,7 +358,7 @@ def test_other_poolings(mode: str, folder: Path, out: Path) -> None:
     )
 
 
-def test_prompts_of_modules(folder: Path, out: Path) -> None:
+def test_prompts_of_modules(folder, out):
     """The prompts of sentence-transformers are in the manifest."""
     write_modules(folder, "Pooling")
     write_json(folder / "1_Pooling" / "config.json", {"pooling_mode": "mean"})
@@ -372,7 +368,7 @@ def test_prompts_of_modules(folder: Path, out: Path) -> None:
     assert "query: " == made.manifest.heads["embedding"].default_prompt_text
 
 
-def test_modules(folder: Path, out: Path, tmp_path: Path) -> None:
+def test_modules(folder, out, tmp_path):
     """Dense layers of sentence-transformers are appended; Normalize says what the service does by default."""
     write_modules(folder, "Pooling", "Dense", "Dense")
     write_json(folder / "1_Pooling" / "config.json", {"pooling_mode": "mean"})
@@ -396,7 +392,7 @@ def test_modules(folder: Path, out: Path, tmp_path: Path) -> None:
     assert plain.manifest.embedding_space != made.manifest.embedding_space
 
 
-def test_a_cross_encoder(folder: Path, out: Path) -> None:
+def test_a_cross_encoder(folder, out):
     """What sentence-transformers' CrossEncoder writes is a classifier, whose one label comes through a sigmoid."""
     write_modules(folder)
     write_json(folder / "config_sentence_transformers.json", {"model_type": "CrossEncoder"})
@@ -410,9 +406,7 @@ def test_a_cross_encoder(folder: Path, out: Path) -> None:
 
 
 @pytest.mark.parametrize(("pooling", "expected"), [("mean", means), ("cls", firsts)])
-def test_sentence_embedding(
-    pooling: str, expected: Callable[..., np.ndarray], folder: Path, out: Path
-) -> None:
+def test_sentence_embedding(pooling, expected, folder, out):
     """Vectors that the graph pools itself are taken as they are; how is seen from its tokens."""
     proto = lookup("token_embeddings")
     if pooling == "cls":
@@ -445,7 +439,7 @@ def mean_by_hand(proto: onnx.ModelProto) -> None:
     )
 
 
-def test_values_called_like_a_head(folder: Path, out: Path) -> None:
+def test_values_called_like_a_head(folder, out):
     """Whatever the graph calls its own values, the head's name is the head's."""
     proto = lookup("last_hidden_state")
     proto.graph.node[0].output[0] = "embedding"
@@ -454,7 +448,7 @@ def test_values_called_like_a_head(folder: Path, out: Path) -> None:
     assert_gives(made, "embedding", means(made))
 
 
-def test_a_graph_without_a_mask(folder: Path, out: Path) -> None:
+def test_a_graph_without_a_mask(folder, out):
     """Pooling takes the mask, which the graph itself does not read."""
     proto = lookup("last_hidden_state")
     del proto.graph.input[1]
@@ -465,7 +459,7 @@ def test_a_graph_without_a_mask(folder: Path, out: Path) -> None:
 
 @pytest.mark.parametrize("opset", [11, 16, 20])
 @pytest.mark.parametrize("mode", ["mean", *POOLED])
-def test_opsets(mode: str, opset: int, folder: Path, out: Path) -> None:
+def test_opsets(mode, opset, folder, out):
     """A pooling is appended to graphs of other opsets; the opset of an old graph is raised for it."""
     proto = lookup("last_hidden_state")
     del proto.opset_import[:]
@@ -485,7 +479,7 @@ def test_opsets(mode: str, opset: int, folder: Path, out: Path) -> None:
     assert ("padded", max(opset, 16)) == (graph.layout, graph.opset)
 
 
-def test_positions(folder: Path, out: Path) -> None:
+def test_positions(folder, out):
     """A graph that asks for positions gets each token's own, from 0."""
     proto = lookup("last_hidden_state")
     proto.graph.input.extend(values(["position_ids"]))
@@ -499,7 +493,7 @@ def test_positions(folder: Path, out: Path) -> None:
 # -- weights --------------------------------------------------------------------------------------
 
 
-def test_external_weights(folder: Path, out: Path) -> None:
+def test_external_weights(folder, out):
     """They are copied as they are, and their hash is in the manifest."""
     write(folder, "ner")
     onnx.save(
@@ -519,7 +513,7 @@ def test_external_weights(folder: Path, out: Path) -> None:
 
 
 @pytest.mark.parametrize("task", ["ner", "embedding"])
-def test_half_precision(task: str, folder: Path, out: Path) -> None:
+def test_half_precision(task, folder, out):
     """The manifest says fp16; outputs are still float32."""
     name = "logits" if task == "ner" else "last_hidden_state"
     made = export(write(folder, task, lookup(name, dtype=np.float16)), out)
@@ -542,7 +536,7 @@ def matmul() -> onnx.ModelProto:
 @pytest.mark.parametrize(
     ("operators", "layout"), [(["Gather", "MatMul"], "padded"), (["MatMul"], "alone")]
 )
-def test_quantised(operators: list[str], layout: str, folder: Path, out: Path) -> None:
+def test_quantised(operators, layout, folder, out):
     """A dynamic scale per batch makes results depend on the batch, so each text runs unbatched."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
@@ -566,7 +560,7 @@ def test_quantised(operators: list[str], layout: str, folder: Path, out: Path) -
     np.testing.assert_allclose(np.stack(alone), together, rtol=0, atol=1e-6)
 
 
-def test_a_graph_of_one_text(folder: Path, out: Path) -> None:
+def test_a_graph_of_one_text(folder, out):
     """Where a batch of one is baked into what claims to be dynamic, texts run alone."""
     proto = first_token(lookup("logits"), "logits")
     proto.graph.initializer.append(numpy_helper.from_array(np.array([1, -1]), "shape"))
@@ -768,7 +762,7 @@ REFUSALS: dict[str, tuple[Spoil, str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSALS)
-def test_refused(what: str, folder: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused(what, folder, out, capsys):
     """Status 1, one line with the reason, and no file next to OUT, in it, or among temporary files."""
     spoil, said = REFUSALS[what]
     spoil(folder)
@@ -781,7 +775,7 @@ def test_refused(what: str, folder: Path, out: Path, capsys: pytest.CaptureFixtu
     assert [] == [*(out.parent.parent / "scratch").iterdir()]
 
 
-def test_weights_elsewhere(folder: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_elsewhere(folder, out, capsys):
     """No file from beyond the directory comes into a bundle."""
     proto = lookup("logits")
     (folder.parent / "secret").write_bytes(proto.graph.initializer[0].raw_data)
@@ -792,7 +786,7 @@ def test_weights_elsewhere(folder: Path, out: Path, capsys: pytest.CaptureFixtur
     assert "model.onnx cannot be opened" in capsys.readouterr().err
 
 
-def test_weights_in_a_folder(folder: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_in_a_folder(folder, out, capsys):
     """A bundle is flat: weights in the graph's folder are copied, weights in another folder are refused."""
     proto = lookup("logits")
     (folder / "parts").mkdir()
@@ -804,7 +798,7 @@ def test_weights_in_a_folder(folder: Path, out: Path, capsys: pytest.CaptureFixt
     assert "its weights must be in its directory, not at parts/table" in capsys.readouterr().err
 
 
-def test_an_external_graph_takes_no_precision(folder: Path, out: Path) -> None:
+def test_an_external_graph_takes_no_precision(folder, out):
     """The graph has the one that it has."""
     with pytest.raises(SystemExit) as ended:
         main([str(write(folder, "ner")), str(out), "--precision", "int8"])

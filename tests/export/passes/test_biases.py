@@ -1,7 +1,6 @@
 """Biases that a norm adds, and those that attention makes superfluous: the outputs stay the same."""
 
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -42,7 +41,7 @@ def traced(kind: str) -> tuple[EncoderWithHeads, onnx.ModelProto]:
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_same_as_torch(kind: str, tmp_path: Path) -> None:
+def test_same_as_torch(kind, tmp_path):
     """The outputs differ from PyTorch's in fp32 by rounding."""
     model, graph = traced(kind)
     onnx.save(graph, tmp_path / "fp16.onnx")
@@ -51,7 +50,7 @@ def test_same_as_torch(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bert", "shared layers", "with a bias of scores"])
-def test_which_products_have_a_bias(kind: str) -> None:
+def test_which_products_have_a_bias(kind):
     """In a layer, the products for queries and before the activation; a norm adds each remaining bias."""
     graph = traced(kind)[1].graph
     made = producers(graph)
@@ -65,7 +64,7 @@ def test_which_products_have_a_bias(kind: str) -> None:
     assert {5} == {len(node.input) for node in after_products}
 
 
-def test_values_pass_attention() -> None:
+def test_values_pass_attention():
     """The bias of values joins that of the next product through its matrix, rounded once."""
     model, proto = traced("bert")
     graph = proto.graph
@@ -81,7 +80,7 @@ def test_values_pass_attention() -> None:
     np.testing.assert_array_equal(moved, expected.detach().numpy().astype(np.float16))
 
 
-def test_twice_is_once() -> None:
+def test_twice_is_once():
     _, once = traced("bert")
     twice = copied(once)
     move_biases(twice)

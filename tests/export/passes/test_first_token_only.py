@@ -16,7 +16,6 @@ from model.families.mpnet import MPNetConfig
 from model.families.nomic_bert import NomicBertConfig
 from model.heads import EncoderWithHeads
 from service.core.bundle import Head
-from tests.conftest import Traced
 from tests.export.helpers import (
     SMALL,
     assert_close,
@@ -68,19 +67,19 @@ def graphs(request: pytest.FixtureRequest) -> Graphs:
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 class TestResults:
-    def test_same_as_torch(self, graphs: Graphs, lengths: list[int]) -> None:
+    def test_same_as_torch(self, graphs, lengths):
         """The narrow graph answers as PyTorch does, in every batch."""
         packed = batch(lengths, 50)
         assert_same_as_torch(graphs.model, run_packed(graphs.narrow, packed), packed)
 
-    def test_int8_same_as_before(self, graphs: Graphs, lengths: list[int]) -> None:
+    def test_int8_same_as_before(self, graphs, lengths):
         """Rows have scales of their own, so at int8 fewer of them change nothing either."""
         whole = quantize(graphs.whole)
         packed = batch(lengths, 50)
         assert_close(run_packed(whole, packed), run_packed(narrowed(whole), packed))
 
 
-def test_products_are_of_first_tokens(graphs: Graphs) -> None:
+def test_products_are_of_first_tokens(graphs):
     """Of the last layer's products all but queries, keys and values are of a row for each sequence."""
     packed = batch([5, 9, 3], 50)
     found = {
@@ -95,7 +94,7 @@ def test_products_are_of_first_tokens(graphs: Graphs) -> None:
     assert {17} == {count for name, count in found.items() if name not in of_firsts}
 
 
-def test_attention_of_first_queries() -> None:
+def test_attention_of_first_queries():
     """BERT's last attention has one query for each sequence; the one before has all."""
     proto = narrowed(trace_graphs.export_packed(perturb(EncoderWithHeads(CONFIGS["bert"], FIRSTS))))
     first, last = (n.output[0] for n in proto.graph.node if n.op_type == "MultiHeadAttention")
@@ -103,12 +102,12 @@ def test_attention_of_first_queries() -> None:
         assert (3, queries, 32) == run_value(proto, value, batch([5, 9, 3], 50)).shape
 
 
-def test_a_head_that_reads_all_tokens(traced: Traced) -> None:
+def test_a_head_that_reads_all_tokens(traced):
     """With a head that reads all tokens, the graph stays as it is."""
     assert traced.packed == narrowed(traced.packed)
 
 
-def test_nothing_is_left_behind(graphs: Graphs) -> None:
+def test_nothing_is_left_behind(graphs):
     """Every node's result is read, and every weight."""
     proto = graphs.narrow.graph
     read = {name for node in proto.node for name in node.input}
@@ -117,7 +116,7 @@ def test_nothing_is_left_behind(graphs: Graphs) -> None:
     assert read.issuperset(tensor.name for tensor in proto.initializer)
 
 
-def test_rows_of_another_place() -> None:
+def test_rows_of_another_place():
     """A node that gathers rows by another index is not a head: the graph is not narrowed for it."""
     x = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["T", 2])
     unpack = onnx.helper.make_tensor_value_info("unpack", onnx.TensorProto.INT64, ["B", "S"])

@@ -43,7 +43,7 @@ def expected() -> dict[str, NDArray[np.float32]]:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_results_stay(dtype: type[np.floating]) -> None:
+def test_results_stay(dtype):
     """The same outputs, of which one is now but a weight."""
     model = graph(dtype)
     fold(model)
@@ -52,7 +52,7 @@ def test_results_stay(dtype: type[np.floating]) -> None:
         np.testing.assert_allclose(found[name], value, rtol=0, atol=32 * np.finfo(dtype).eps)
 
 
-def test_what_is_left() -> None:
+def test_what_is_left():
     """The products with the input, their factors, and no weight without a reader."""
     model = graph()
     fold(model)
@@ -60,7 +60,7 @@ def test_what_is_left() -> None:
     assert {t.name for t in model.graph.initializer} == {"bent", "weight", "fixed"}
 
 
-def test_nothing_to_fold() -> None:
+def test_nothing_to_fold():
     """A graph in which all depends on the input stays as it is."""
     model = graph()
     del model.graph.node[:2], model.graph.node[2:]
@@ -74,7 +74,7 @@ def test_nothing_to_fold() -> None:
 
 
 @pytest.mark.parametrize(("rows", "operators"), [(2000, ["Cast", "MatMul"]), (3, ["MatMul"])])
-def test_large_fp16_weights_are_not_stored_as_fp32_too(rows: int, operators: list[str]) -> None:
+def test_large_fp16_weights_are_not_stored_as_fp32_too(rows, operators):
     """A large fp16 weight that is widened stays as it is; the result for a small one is stored."""
     weight = RNG.standard_normal((3, rows)).astype(np.float16)
     made = helper.make_graph(

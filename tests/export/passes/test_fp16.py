@@ -24,7 +24,6 @@ from service.core.bundle import cosine
 from service.core.encode import Encoding
 from service.core.packing import Packed, make_layout
 from service.core.session import ort, packed_feeds
-from tests.conftest import Traced
 from tests.export.helpers import Arrays, batch, open_graph
 from tests.tiny import HEADS, perturb
 
@@ -125,7 +124,7 @@ def cosines(expected: Arrays, found: Arrays) -> dict[str, float]:
 # -- the contract ---------------------------------------------------------------------------------
 
 
-def test_inputs(halved: onnx.ModelProto) -> None:
+def test_inputs(halved):
     """The graph takes the packed arrays, and the layout as CUDA's attention reads it."""
     assert {
         "input_ids": (INT64, ["T"]),
@@ -137,14 +136,14 @@ def test_inputs(halved: onnx.ModelProto) -> None:
     } == signature(halved.graph.input)
 
 
-def test_outputs(halved: onnx.ModelProto, traced: Traced) -> None:
+def test_outputs(halved, traced):
     """The outputs have the names, order, types and shapes of the fp32 graph's outputs."""
     expected = signature(traced.packed.graph.output)
     assert [*expected.items()] == [*signature(halved.graph.output).items()]
     assert {FLOAT} == {kind for kind, _ in expected.values()}
 
 
-def test_operators(halved: onnx.ModelProto, traced: Traced) -> None:
+def test_operators(halved, traced):
     """Attention is one node per layer, a norm includes its sum, and two more products replace a Split per layer."""
     found = Counter((node.domain, node.op_type) for node in halved.graph.node)
     foreign = {name: count for name, count in found.items() if name[0] not in ("", "ai.onnx")}
@@ -158,7 +157,7 @@ def test_operators(halved: onnx.ModelProto, traced: Traced) -> None:
         assert expected[kind] == found["", kind], kind
 
 
-def test_attention_inputs(halved: onnx.ModelProto) -> None:
+def test_attention_inputs(halved):
     """The inputs are query, key, value, no bias and two layout arrays; an attribute has the number of heads."""
     nodes = [n for n in halved.graph.node if n.op_type == "PackedMultiHeadAttention"]
     for node in nodes:
@@ -166,7 +165,7 @@ def test_attention_inputs(halved: onnx.ModelProto) -> None:
         assert [("num_heads", 4)] == [(a.name, a.i) for a in node.attribute]
 
 
-def test_what_is_half(halved: onnx.ModelProto) -> None:
+def test_what_is_half(halved):
     """The layers compute in fp16, sums and norms included; pooling and heads in fp32."""
     kinds = types(halved)
     for node in halved.graph.node:
@@ -181,7 +180,7 @@ def test_what_is_half(halved: onnx.ModelProto) -> None:
             assert ("heads." in node.input[1]) == (FLOAT == kinds[node.output[0]]), node.input[1]
 
 
-def test_weights(halved: onnx.ModelProto, gpu_bundle: Path) -> None:
+def test_weights(halved, gpu_bundle):
     """Matrices of the shared encoder are stored in fp16, once, in a file next to the graph."""
     trunk = [t for t in halved.graph.initializer if "encoder." in t.name and len(t.dims) == 2]
     assert {HALF} == {tensor.data_type for tensor in trunk}
@@ -195,14 +194,14 @@ def test_weights(halved: onnx.ModelProto, gpu_bundle: Path) -> None:
     assert (gpu_bundle / "fp16.onnx").stat().st_size < 0.2 * fp16
 
 
-def test_only_the_kernel_is_missing_on_a_cpu(gpu_bundle: Path) -> None:
+def test_only_the_kernel_is_missing_on_a_cpu(gpu_bundle):
     """The runtime finds the graph's names, types and attributes right, and then no CPU kernel for its attention."""
     with pytest.raises(Exception, match=r"NOT_IMPLEMENTED.*PackedMultiHeadAttention"):
         ort.InferenceSession(gpu_bundle / "fp16.onnx", providers=["CPUExecutionProvider"])
 
 
 @pytest.mark.parametrize("name", ["token_offset", "cu_seqlens"])
-def test_head_named_as_an_input(name: str, tiny: EncoderWithHeads) -> None:
+def test_head_named_as_an_input(name, tiny):
     """A head cannot bear the name of CUDA's inputs either."""
     model = EncoderWithHeads(tiny.config, {name: HEADS["answers"]})
     with pytest.raises(ValueError, match=f"{name}.*input"):
@@ -214,16 +213,14 @@ def test_head_named_as_an_input(name: str, tiny: EncoderWithHeads) -> None:
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 class TestParity:
-    def test_emulated(self, lengths: list[int], tiny: EncoderWithHeads, gpu_bundle: Path) -> None:
+    def test_emulated(self, lengths, tiny, gpu_bundle):
         """Evaluated node by node, the graph gives PyTorch's outputs for all heads, but for fp16's rounding."""
         packed = batch(lengths, tiny.config.vocab_size)
         found = cuda_emulator.emulated(gpu_bundle / "fp16.onnx")(packed)
         assert min(cosines(torch_outputs(tiny, packed), found).values()) > 1 - ROUNDING
         assert {np.dtype(np.float32)} == {value.dtype for value in found.values()}
 
-    def test_wider_slots(
-        self, lengths: list[int], tiny: EncoderWithHeads, gpu_bundle: Path
-    ) -> None:
+    def test_wider_slots(self, lengths, tiny, gpu_bundle):
         """More slots than the longest text has change nothing."""
         packed = batch(lengths, tiny.config.vocab_size)
         evaluated = cuda_emulator.evaluator(gpu_bundle / "fp16.onnx")
@@ -235,18 +232,14 @@ class TestParity:
         for expected, found in zip(one, wide, strict=True):
             np.testing.assert_array_equal(found, expected)
 
-    def test_half_in_pytorch(
-        self, lengths: list[int], tiny: EncoderWithHeads, gpu_bundle: Path
-    ) -> None:
+    def test_half_in_pytorch(self, lengths, tiny, gpu_bundle):
         """So does PyTorch in the same precisions: the two differ by the order of their sums."""
         packed = batch(lengths, tiny.config.vocab_size)
         found = cuda_emulator.emulated(gpu_bundle / "fp16.onnx")(packed)
         expected = torch_outputs(half.halved(tiny), packed)
         assert min(cosines(expected, found).values()) > 1 - ROUNDING
 
-    def test_in_the_runtime(
-        self, lengths: list[int], tiny: EncoderWithHeads, halved: onnx.ModelProto
-    ) -> None:
+    def test_in_the_runtime(self, lengths, tiny, halved):
         """So does ONNX Runtime on a CPU, once its attention there is put in the place of CUDA's."""
         packed = batch(lengths, tiny.config.vocab_size)
         session = open_graph(with_attention_on_a_cpu(halved))
@@ -288,7 +281,7 @@ def huge(norm: float) -> EncoderWithHeads:
 class TestOverflow:
     PACKED = batch([3, 17, 8], 40)
 
-    def test_sums_and_norms(self, tmp_path: Path) -> None:
+    def test_sums_and_norms(self, tmp_path):
         """Sums beyond 65,504 and norms of such numbers are right, where fp16 throughout has none left."""
         model = huge(norm=5000)
         expected = torch_outputs(model, self.PACKED)
@@ -297,7 +290,7 @@ class TestOverflow:
         assert cosines(expected, found)["embeddings"] > verify.FP16_COSINE
         assert not np.isfinite(torch_outputs(model.half(), self.PACKED)["embeddings"]).any()
 
-    def test_products_that_overflow_are_refused(self, tmp_path: Path) -> None:
+    def test_products_that_overflow_are_refused(self, tmp_path):
         """The inputs of a matrix product must fit fp16; otherwise the check reports the product."""
         model = huge(norm=9000)
         expected = torch_outputs(model, self.PACKED)
@@ -342,7 +335,7 @@ def by_definition(parts: Sequence[NDArray[np.float32]], lengths: Sequence[int]) 
     return np.concatenate(rows)
 
 
-def test_attention_is_the_definition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_is_the_definition(tmp_path, monkeypatch):
     """Real tokens' slots come first in `token_offset`; the order of the padding's after them is of no matter."""
     lengths = [3, 1, 5]
     layout = make_layout(lengths)
@@ -370,9 +363,7 @@ def wrong_positions(packed: Packed) -> Arrays:
 
 
 @pytest.mark.parametrize("change", [wrong_offsets, wrong_positions])
-def test_wrong_wiring_is_found(
-    change: object, tiny: EncoderWithHeads, gpu_bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_wiring_is_found(change, tiny, gpu_bundle, monkeypatch):
     """Tokens in others' slots, or positions that run on, cost far more than fp16's rounding may."""
     assert callable(change)
     whole = cuda_emulator.packed_feeds
@@ -384,7 +375,7 @@ def test_wrong_wiring_is_found(
     )
 
 
-def test_minilm(minilm_folder: Path, tmp_path: Path) -> None:
+def test_minilm(minilm_folder, tmp_path):
     """fp16 costs the real MiniLM, all of whose norms fit it, less than a hundredth of what the goldens allow."""
     from model.checkpoints.source import read_source
 
@@ -419,13 +410,13 @@ def pretend_a_gpu(monkeypatch: pytest.MonkeyPatch, run: object) -> None:
     monkeypatch.setattr(verify, "gpu_runner", lambda *_: run)
 
 
-def test_graph_is_run_where_there_is_a_gpu(checked: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_is_run_where_there_is_a_gpu(checked, monkeypatch):
     given, run = checked
     pretend_a_gpu(monkeypatch, run)
     assert "run on a GPU" == verify.check_on_gpu(*given)
 
 
-def test_gpu_that_answers_wrong(checked: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_that_answers_wrong(checked, monkeypatch):
     """A device that does not give PyTorch's answers ends the export."""
     given, run = checked
     pretend_a_gpu(monkeypatch, lambda e: [{n: -v for n, v in o.items()} for o in run(e)])
@@ -433,11 +424,11 @@ def test_gpu_that_answers_wrong(checked: tuple, monkeypatch: pytest.MonkeyPatch)
         verify.check_on_gpu(*given)
 
 
-def test_gpu_that_does_not_work(checked: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_that_does_not_work(checked, monkeypatch):
     """One that cannot run leaves it at the emulation, and says why."""
     given, _ = checked
 
-    def fail(_: object) -> None:
+    def fail(_):
         raise RuntimeError("no CUDA-capable\n device")
 
     pretend_a_gpu(monkeypatch, fail)

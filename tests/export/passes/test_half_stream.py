@@ -1,7 +1,6 @@
 """The fp16 residual stream: which norms compute in fp16 with their sums, and that the outputs stay right."""
 
 from collections import Counter
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -86,7 +85,7 @@ def loss(model: EncoderWithHeads, outputs: np.ndarray, packed: Packed = PACKED) 
 
 @pytest.mark.parametrize("kind", POST_NORM)
 class TestPostNorm:
-    def test_nodes(self, kind: str) -> None:
+    def test_nodes(self, kind):
         """Each norm is one node with its sum, and between two norms no number is widened to fp32."""
         _, graph = post_norm(kind)
         found = count(graph)
@@ -98,12 +97,12 @@ class TestPostNorm:
                 widened = [c for c in casts if attribute(c, "to") != TensorProto.FLOAT16]
                 assert not widened, norm.output[0]
 
-    def test_same_as_torch(self, kind: str, tmp_path: Path) -> None:
+    def test_same_as_torch(self, kind, tmp_path):
         """The outputs differ from PyTorch's in fp32 by rounding."""
         model, graph = post_norm(kind)
         assert loss(model, emulate(graph, tmp_path)) < 2e-5
 
-    def test_alone_and_in_a_batch(self, kind: str, tmp_path: Path) -> None:
+    def test_alone_and_in_a_batch(self, kind, tmp_path):
         """In the emulation, a text's output is bitwise the same in any batch."""
         _, graph = post_norm(kind)
         own = batch([30], 50)
@@ -118,7 +117,7 @@ class TestPostNorm:
         np.testing.assert_array_equal(together, np.concatenate([alone, alone]))
 
 
-def test_product_is_the_first_input() -> None:
+def test_product_is_the_first_input():
     """Only the first input takes the bias of a product."""
     _, graph = post_norm("bert")
     made = producers(graph.graph)
@@ -126,7 +125,7 @@ def test_product_is_the_first_input() -> None:
     assert {"Gemm"} == {made[norm.input[0]].op_type for norm in norms[1:]}
 
 
-def test_runtime_kernel(tmp_path: Path) -> None:
+def test_runtime_kernel(tmp_path):
     """ONNX Runtime's kernel for a CPU, which computes in fp32, gives the emulated node's output but for rounding."""
     rng = np.random.default_rng(0)
     x, skip = (rng.standard_normal((7, 48)).astype(np.float16) for _ in range(2))
@@ -155,7 +154,7 @@ def test_runtime_kernel(tmp_path: Path) -> None:
 # -- norms that stay in fp32 ----------------------------------------------------------------------
 
 
-def test_pre_norm_is_unchanged() -> None:
+def test_pre_norm_is_unchanged():
     """The sum that a pre-norm layer normalizes is also the residual stream, and stays in fp32."""
     model = make_model(PRE_NORM)
     before = trace(model)
@@ -185,9 +184,7 @@ def small_embeddings(model: EncoderWithHeads) -> None:
         (small_embeddings, "encoder.embeddings.norm"),
     ],
 )
-def test_norms_that_do_not_fit(
-    change: Callable[[EncoderWithHeads], None], name: str, tmp_path: Path
-) -> None:
+def test_norms_that_do_not_fit(change, name, tmp_path):
     """A norm that fp16 arithmetic would get wrong stays in fp32, alone, and the outputs are right."""
     model = make_model(POST_NORM["bert"])
     with torch.no_grad():
@@ -206,7 +203,7 @@ def test_norms_that_do_not_fit(
     assert loss(model, emulate(graph, tmp_path)) < 2e-5
 
 
-def test_hooks_are_removed() -> None:
+def test_hooks_are_removed():
     """Measuring a model leaves it as it was."""
     model = make_model(POST_NORM["bert"])
     fitting_norms(model, PACKED)
@@ -216,7 +213,7 @@ def test_hooks_are_removed() -> None:
 # -- the kernel's arithmetic ----------------------------------------------------------------------
 
 
-def test_norm_in_fp16() -> None:
+def test_norm_in_fp16():
     """The emulated kernel normalizes but for rounding, and returns the shift where a mean square passes 65,504."""
     x = torch.randn(5, 96, generator=torch.Generator().manual_seed(0))
     scale, shift = torch.full((96,), 2.0), torch.full((96,), -1.0)
@@ -227,7 +224,7 @@ def test_norm_in_fp16() -> None:
     torch.testing.assert_close(large, shift.half().expand_as(large))
 
 
-def test_pipeline_applies_it() -> None:
+def test_pipeline_applies_it():
     """The pipeline's graph for CUDA has all three rewrites."""
     graph = pipeline.trace_cuda(make_model(POST_NORM["bert"]), PACKED)
     found = count(graph)

@@ -16,7 +16,6 @@ from model.families.albert import AlbertConfig
 from model.families.modernbert import ModernBertConfig
 from model.heads import EncoderWithHeads
 from service.core.bundle import Head
-from tests.conftest import Traced
 from tests.export.helpers import SMALL, assert_same_as_torch, batch, copied, run_packed, run_value
 from tests.tiny import perturb
 
@@ -37,7 +36,7 @@ def bert(**fields: object) -> EncoderWithHeads:
     return perturb(EncoderWithHeads(BertConfig(**{**SMALL, **fields}), HEADS))
 
 
-def test_no_attention_has_a_mask(traced: Traced) -> None:
+def test_no_attention_has_a_mask(traced):
     """BERT's have three inputs, and the scale of the heads' own size, not of what they have grown to."""
     for node in attentions(traced.packed):
         assert 3 == len(node.input)
@@ -45,13 +44,13 @@ def test_no_attention_has_a_mask(traced: Traced) -> None:
         assert scale == pytest.approx(16**-0.5)
 
 
-def test_empty_slots_are_found_once(traced: Traced) -> None:
+def test_empty_slots_are_found_once(traced):
     """What all layers have in common is computed once in a batch."""
     kinds = Counter(node.op_type for node in traced.packed.graph.node)
     assert (1, 1, 2) == (kinds["NonZero"], kinds["Expand"], kinds["ScatterND"])
 
 
-def test_empty_slots_are_distinct(traced: Traced) -> None:
+def test_empty_slots_are_distinct(traced):
     """`ScatterND` is defined on every device: each empty slot is an index once, and no slot of a token is."""
     packed = batch([1, 30, 2, 60, 7], 50)
     places = run_value(traced.packed, PLACES, packed)
@@ -59,7 +58,7 @@ def test_empty_slots_are_distinct(traced: Traced) -> None:
     assert sorted(zip(rows, columns, strict=True)) == sorted(map(tuple, places))
 
 
-def test_weights_stay(traced: Traced) -> None:
+def test_weights_stay(traced):
     """The product's weight is the model's, as in the portable graph; folded, it has a row more for each head."""
     name = "model.encoder.layers.0.attention.qkv.weight"
     folded = copied(traced.packed)
@@ -92,9 +91,7 @@ def exported(request: pytest.FixtureRequest) -> tuple[EncoderWithHeads, onnx.Mod
 
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_same_as_torch(
-    exported: tuple[EncoderWithHeads, onnx.ModelProto], lengths: list[int]
-) -> None:
+def test_same_as_torch(exported, lengths):
     """The graph without masks gives PyTorch's results for all contents of padding positions."""
     model, proto = exported
     assert {3} == {len(node.input) for node in attentions(proto)}
@@ -102,7 +99,7 @@ def test_same_as_torch(
     assert_same_as_torch(model, run_packed(proto, packed), packed)
 
 
-def test_without_a_bias() -> None:
+def test_without_a_bias():
     """A product whose bias was all zeros, and so left out by the tracer, gets one for the queries' ones."""
     model = bert()
     with torch.no_grad():
@@ -114,7 +111,7 @@ def test_without_a_bias() -> None:
     assert_same_as_torch(model, run_packed(proto, packed), packed)
 
 
-def test_far_from_every_score() -> None:
+def test_far_from_every_score():
     """Padding gets no weight even next to keys of low scores: its scores are far below zero."""
     model = bert(num_hidden_layers=1)
     with torch.no_grad():  # every query times every key is some -7,000, give or take little
@@ -125,7 +122,7 @@ def test_far_from_every_score() -> None:
     assert_same_as_torch(model, run_packed(trace_graphs.export_packed(model), packed), packed)
 
 
-def test_what_turns_its_queries_keeps_the_mask() -> None:
+def test_what_turns_its_queries_keeps_the_mask():
     """ModernBERT rotates queries and keys after the product: its attention reads lengths as before."""
     config = ModernBertConfig(**SMALL)
     proto = trace_graphs.export_packed(perturb(EncoderWithHeads(config, HEADS)))

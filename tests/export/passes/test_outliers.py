@@ -80,21 +80,19 @@ def squared_error(proto: onnx.ModelProto, quantized: onnx.ModelProto, x: Floats)
     return float(np.mean((exact - found) ** 2))
 
 
-def test_the_channels_that_decide_the_scales_are_chosen() -> None:
+def test_the_channels_that_decide_the_scales_are_chosen():
     chosen = choose_outliers(outlying())
     assert {*LARGE} <= {*chosen.tolist()}
     assert chosen.tolist() == sorted(chosen.tolist())
     assert len(chosen) <= row_steps.OUTLIERS
 
 
-def test_equally_large_channels_are_not() -> None:
+def test_equally_large_channels_are_not():
     assert 0 == len(choose_outliers(normal(ROWS, INNER)))
 
 
 @pytest.mark.parametrize("activation", ["Gelu", "Relu"])
-def test_outliers_of_a_feed_forward_layer_stay_exact(
-    activation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outliers_of_a_feed_forward_layer_stay_exact(activation, monkeypatch):
     """The squared error is below a quarter of that of int8 alone, on text that was not measured."""
     proto, unseen = feed_forward(activation), normal(ROWS, HIDDEN, seed=9)
     inputs = measured(proto, normal(ROWS, HIDDEN, seed=8))
@@ -103,7 +101,7 @@ def test_outliers_of_a_feed_forward_layer_stay_exact(
     assert split < 0.25 * squared_error(proto, quantize(proto, inputs), unseen)
 
 
-def test_rows_do_not_depend_on_each_other() -> None:
+def test_rows_do_not_depend_on_each_other():
     """A row's result is the same, to the bit, alone and with others."""
     proto = feed_forward()
     x = normal(ROWS, HIDDEN, seed=8)
@@ -114,7 +112,7 @@ def test_rows_do_not_depend_on_each_other() -> None:
         np.testing.assert_array_equal(alone[0], together[row])
 
 
-def test_an_activation_that_another_node_reads_stays_whole() -> None:
+def test_an_activation_that_another_node_reads_stays_whole():
     proto = feed_forward(read_twice=True)
     assert [] == [*find_layers(proto.graph)]
     x = normal(ROWS, HIDDEN, seed=8)
@@ -153,7 +151,7 @@ def residual_norm() -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=domains, ir_version=10)
 
 
-def test_outliers_of_a_norm_stay_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outliers_of_a_norm_stay_exact(monkeypatch):
     """The squared error is below 0.6 of that of smoothing alone, on text that was not measured."""
     proto, unseen = residual_norm(), normal(ROWS, INNER, seed=9)
     inputs = {"n": run_graph(proto, feeds(normal(ROWS, INNER, seed=8)))["n"]}

@@ -54,7 +54,7 @@ def attention(**attributes: int) -> onnx.ModelProto:
 
 
 @pytest.mark.parametrize("unidirectional", [0, 1])
-def test_attention(unidirectional: int) -> None:
+def test_attention(unidirectional):
     """Attention gives the same vectors for tokens, also where each query has only the keys up to it."""
     packed = attention(unidirectional=unidirectional)
     layout = make_layout(LENGTHS)

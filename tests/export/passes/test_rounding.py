@@ -51,39 +51,39 @@ def correlated(tokens: int, width: int, seed: int = 5) -> Floats:
 class TestSaturation:
     weight = draw(60, 64)
 
-    def test_nearest(self) -> None:
+    def test_nearest(self):
         """On AVX2, the largest and smallest sums of rounded weights are exact."""
         rounded = rounding.nearest(self.weight, rounding.pairwise(self.weight))
         assert not saturates(rounded)
         assert np.abs(rounded).max() > 64  # more than the 7 bits that never saturate
 
-    def test_compensated(self) -> None:
+    def test_compensated(self):
         """Compensation moves weights, but not beyond the limit of a pair."""
         scales = rounding.pairwise(self.weight)
         rounded = rounding.compensated(self.weight, scales, correlated(2000, 64))
         assert not saturates(rounded)
         assert (rounded != rounding.nearest(self.weight, scales)).any()
 
-    def test_eight_full_bits_saturate(self) -> None:
+    def test_eight_full_bits_saturate(self):
         """The emulation detects weights with 127 levels whatever their neighbors are."""
         assert saturates(rounding.nearest(self.weight, rounding.largest(self.weight, 127)))
 
     @pytest.mark.parametrize("sign", [1, -1])
-    def test_two_weights_that_are_both_rounded_away_from_zero(self, sign: int) -> None:
+    def test_two_weights_that_are_both_rounded_away_from_zero(self, sign):
         """Two halves, each rounded up, add up to 128."""
         weight = np.array([[63.5, 63.5, 127, 0]], np.float32) * np.float32(sign)
         rounded = rounding.nearest(weight, rounding.pairwise(weight))
         assert 128 == largest_pair(rounded)
         assert not saturates(rounded)
 
-    def test_weights_of_different_signs_have_eight_bits(self) -> None:
+    def test_weights_of_different_signs_have_eight_bits(self):
         """Neighbors of different signs limit each other nowhere."""
         weight = np.tile(np.array([[1, -1]], np.float32), (3, 8))
         assert 127 == rounding.nearest(weight, rounding.pairwise(weight)).max()
 
 
 class TestCompensation:
-    def test_smaller_errors_on_other_inputs(self) -> None:
+    def test_smaller_errors_on_other_inputs(self):
         """With correlated inputs, errors on inputs that were not measured are less than half of those of rounding."""
         weight = draw(40, 96, seed=3)
         scales = rounding.pairwise(weight)
@@ -97,21 +97,21 @@ class TestCompensation:
         ]
         assert errors[0] < 0.5 * errors[1]
 
-    def test_inputs_of_zeros(self) -> None:
+    def test_inputs_of_zeros(self):
         """Inputs that are always zero are no reason to fail: the weights are rounded by themselves."""
         weight = draw(8, 6)
         scales = rounding.pairwise(weight)
         found = rounding.compensated(weight, scales, np.zeros((50, 6), np.float32))
         np.testing.assert_array_equal(rounding.nearest(weight, scales), found)
 
-    def test_an_odd_number_of_inputs(self) -> None:
+    def test_an_odd_number_of_inputs(self):
         """The last input has no neighbor."""
         weight = draw(8, 7)
         scales = rounding.pairwise(weight)
         assert (8, 7) == rounding.compensated(weight, scales, draw(50, 7, seed=1)).shape
 
 
-def test_scales_of_zeros_are_positive() -> None:
+def test_scales_of_zeros_are_positive():
     """A row of zeros has a scale to divide by."""
     zeros = np.zeros((1, 4), np.float32)
     assert [rounding.TINY] * 2 == pytest.approx(

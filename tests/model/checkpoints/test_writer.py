@@ -41,7 +41,7 @@ def read_by_transformers(auto: Any, path: Path, missing: frozenset[str] = frozen
 
 class TestWhatWeSave:
     @pytest.mark.parametrize("kind", HEADS)
-    def test_heads(self, kind: str, tmp_path: Path, tokenizer_file: Path) -> None:
+    def test_heads(self, kind, tmp_path, tokenizer_file):
         """transformers reads every kind of head that we save, and gives our logits."""
         head = HEADS[kind]
         model = perturb(EncoderWithHeads(shape(), {kind: head}))
@@ -60,9 +60,7 @@ class TestWhatWeSave:
         assert getattr(peer.config, "problem_type", None) == head.problem_type
 
     @pytest.mark.parametrize("kind", HEADS)
-    def test_heads_of_a_joint_model(
-        self, kind: str, joint: EncoderWithHeads, tmp_path: Path, tokenizer_file: Path
-    ) -> None:
+    def test_heads_of_a_joint_model(self, kind, joint, tmp_path, tokenizer_file):
         """Any one head of a joint model, written out alone, gives the joint model's logits there."""
         task, name = HEADS[kind].task, kind.replace(" ", "_")
 
@@ -75,7 +73,7 @@ class TestWhatWeSave:
         assert alone.described == {task: HEADS[kind]}
         torch.testing.assert_close(our_output(alone, task, PACKED), expected, rtol=0, atol=0)
 
-    def test_encoder(self, tmp_path: Path, tokenizer_file: Path) -> None:
+    def test_encoder(self, tmp_path, tokenizer_file):
         """transformers reads the bare encoder that we save, with its pooler."""
         encoder = perturb(Bert(shape()))
         arguments = ours(PACKED)
@@ -114,7 +112,7 @@ class TestWhatWeSave:
         if next_sentence:
             torch.testing.assert_close(next_logits, found.seq_relationship_logits, **TOLERANCE)
 
-    def test_tokenizer(self, tmp_path: Path, tokenizer_file: Path) -> None:
+    def test_tokenizer(self, tmp_path, tokenizer_file):
         """AutoTokenizer reads the tokenizer next to the weights, and truncates texts and pairs at the same tokens."""
         writer.save_encoder(tmp_path, Bert(shape()), tokenizer_file)
         texts = ["Ada drew a comet in Turin.", "UNSEEN wörds 漢字!", ""]
@@ -132,9 +130,7 @@ class TestWhatWeSave:
             assert [one.token_type_ids.tolist() for one in found] == expected["token_type_ids"]
         assert (peer.mask_token_id, peer.pad_token_id, peer.model_max_length) == (4, 0, 64)
 
-    def test_tokenizer_with_other_special_tokens(
-        self, tmp_path: Path, tokenizer_file: Path
-    ) -> None:
+    def test_tokenizer_with_other_special_tokens(self, tmp_path, tokenizer_file):
         """A tokenizer without the family's usual special tokens gets no further tokens, here and there."""
         text = tokenizer_file.read_text(encoding="utf-8").replace("[MASK]", "<mask>")
         other = tmp_path / "other.json"
@@ -163,9 +159,7 @@ class TestWhatWeSave:
         torch.testing.assert_close(our_output(model, "pair", packed), expected, **TOLERANCE)
 
     @pytest.mark.parametrize("pooling", [*get_args(PoolingMode), ("mean", "cls")])
-    def test_sentence_transformers(
-        self, pooling: str | tuple[str, ...], tmp_path: Path, tokenizer_file: Path
-    ) -> None:
+    def test_sentence_transformers(self, pooling, tmp_path, tokenizer_file):
         """sentence-transformers reads an embedding head: pooling, prompts, and that it is normalised; and so do we."""
         vocab_size = Tokenizer.from_file(str(tokenizer_file)).get_vocab_size()
         fields = {"prompts": {"query": "find: "}, "default_prompt": "query"}
@@ -192,9 +186,7 @@ class TestWhatWeSave:
 
 
 class TestJoint:
-    def test_round_trip(
-        self, joint: EncoderWithHeads, tmp_path: Path, tokenizer_file: Path
-    ) -> None:
+    def test_round_trip(self, joint, tmp_path, tokenizer_file):
         """A joint checkpoint comes back with all its heads, in order, and all their outputs."""
         writer.save_joint(tmp_path, joint, tokenizer_file)
 
@@ -205,7 +197,7 @@ class TestJoint:
             before, after = joint(*ours(PACKED)), again(*ours(PACKED))
         assert all(torch.equal(after[name], output) for name, output in before.items())
 
-    def test_files(self, joint: EncoderWithHeads, tmp_path: Path, tokenizer_file: Path) -> None:
+    def test_files(self, joint, tmp_path, tokenizer_file):
         """The trunk has BERT's own names, the heads have theirs, and `heads.json` describes them."""
         writer.save_joint(tmp_path, joint, tokenizer_file)
 
@@ -218,9 +210,7 @@ class TestJoint:
         assert list(described) == list(joint.described)
         assert described["ner"] == {"task": "ner", "labels": list(HEADS["ner"].labels)}
 
-    def test_trunk_by_transformers(
-        self, joint: EncoderWithHeads, tmp_path: Path, tokenizer_file: Path
-    ) -> None:
+    def test_trunk_by_transformers(self, joint, tmp_path, tokenizer_file):
         """transformers reads a joint checkpoint's trunk."""
         writer.save_joint(tmp_path, joint, tokenizer_file)
 

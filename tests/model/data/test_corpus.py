@@ -3,17 +3,14 @@
 import gzip
 import itertools
 import lzma
-from collections.abc import Callable
 from dataclasses import astuple
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
 
 from model import tokenizer
 from model.data import corpus
@@ -45,12 +42,12 @@ class TestSentences:
             ("", []),
         ],
     )  # fmt: skip
-    def test_cases(self, paragraph: str, expected: list[str]) -> None:
+    def test_cases(self, paragraph, expected):
         """Paragraphs are cut where sentences end, not after abbreviations, initials or numbers."""
         assert sentences(paragraph) == expected
 
     @given(st.text(alphabet="aB. !?\"'”()\n…é1"))
-    def test_nothing_is_lost(self, paragraph: str) -> None:
+    def test_nothing_is_lost(self, paragraph):
         """Sentences are never empty, and together they are the paragraph."""
         found = sentences(paragraph)
 
@@ -62,9 +59,7 @@ class TestDocuments:
     @pytest.mark.parametrize(
         ("suffix", "write"), [(".txt", Path.open), (".gz", gzip.open), (".xz", lzma.open)]
     )
-    def test_formats(
-        self, suffix: str, write: Callable[..., Any], tmp_path: Path, documents: list[list[str]]
-    ) -> None:
+    def test_formats(self, suffix, write, tmp_path, documents):
         """Plain, gzipped and xz-ed files give the same documents: a paragraph per line."""
         path = tmp_path / f"corpus{suffix}"
         with write(path, "wt", encoding="utf-8") as file:
@@ -72,7 +67,7 @@ class TestDocuments:
 
         assert list(corpus.documents([path])) == documents
 
-    def test_boundaries(self, tmp_path: Path) -> None:
+    def test_boundaries(self, tmp_path):
         """Any run of blank lines, and the end of a file, ends a document."""
         (tmp_path / "a.txt").write_bytes(b"\n\none\r\n two \n \t\n\n\nthree")
         (tmp_path / "b.txt").write_text("four\n\n")
@@ -81,12 +76,12 @@ class TestDocuments:
 
         assert found == [["one", "two"], ["three"], ["four"]]
 
-    def test_unknown_format(self, tmp_path: Path) -> None:
+    def test_unknown_format(self, tmp_path):
         """A file of another kind is refused by name."""
         with pytest.raises(ValueError, match=r"corpus\.zip: .*\.gz, \.xz, \.txt"):
             list(corpus.documents([tmp_path / "corpus.zip"]))
 
-    def test_damage(self, tmp_path: Path) -> None:
+    def test_damage(self, tmp_path):
         """What cannot be unpacked is named, with how far it was read."""
         path = tmp_path / "corpus.gz"
         path.write_bytes(gzip.compress(b"one\ntwo\n")[:-4])
@@ -95,9 +90,7 @@ class TestDocuments:
 
 
 class TestBuild:
-    def test_tokens(
-        self, corpus_file: Path, documents: list[list[str]], small_tokenizer: Tokenizer
-    ) -> None:
+    def test_tokens(self, corpus_file, documents, small_tokenizer):
         """The corpus holds every document's sentences, in order, as their tokens."""
         built = corpus.build([corpus_file], small_tokenizer)
 
@@ -110,9 +103,7 @@ class TestBuild:
         assert np.diff(built.document_starts).tolist() == [len(document) for document in texts]
 
     @pytest.mark.parametrize("model_type", ["bert", "roberta", "albert"])
-    def test_sentences_are_read_as_running_text(
-        self, corpus_file: Path, documents: list[list[str]], model_type: str
-    ) -> None:
+    def test_sentences_are_read_as_running_text(self, corpus_file, documents, model_type):
         """The tokens of all sentences equal the tokens of the whole text, for every kind of space handling."""
         family = FAMILIES[model_type]
         cut = tokenizer.train(itertools.chain(*documents), 300, family=family)
@@ -124,7 +115,7 @@ class TestBuild:
             expected = cut.encode(running, add_special_tokens=False).ids
             assert built.tokens(first, last).tolist() == expected
 
-    def test_document_of(self, corpus_file: Path, small_tokenizer: Tokenizer) -> None:
+    def test_document_of(self, corpus_file, small_tokenizer):
         """Every sentence knows the sentences of its own document."""
         built = corpus.build([corpus_file], small_tokenizer)
 
@@ -132,7 +123,7 @@ class TestBuild:
             for sentence in range(first, last):
                 assert built.document_of(sentence) == (first, last)
 
-    def test_split(self, corpus_file: Path, small_tokenizer: Tokenizer) -> None:
+    def test_split(self, corpus_file, small_tokenizer):
         """Held-out documents are whole, are chosen by the seed, and with the rest are the corpus."""
         texts = corpus_file.read_text(encoding="utf-8").split("\n\n")
         many = corpus_file.with_name("many.txt")
@@ -143,7 +134,7 @@ class TestBuild:
         _, same = whole.split(0.1, seed=1)
         _, other = whole.split(0.1, seed=2)
 
-        def documents(part: Corpus) -> list[tuple[int, ...]]:
+        def documents(part):
             places = itertools.pairwise(part.document_starts.tolist())
             return [tuple(part.tokens(first, last).tolist()) for first, last in places]
 
@@ -153,9 +144,7 @@ class TestBuild:
         assert documents(held) == documents(same) != documents(other)
         assert len(kept.ids) == kept.sentence_starts[-1]
 
-    def test_few_documents_are_not_split(
-        self, corpus_file: Path, small_tokenizer: Tokenizer
-    ) -> None:
+    def test_few_documents_are_not_split(self, corpus_file, small_tokenizer):
         """Few documents stay together, and a share of 0 splits none."""
         many = corpus.build([corpus_file], small_tokenizer)
         few = Corpus(
@@ -167,31 +156,25 @@ class TestBuild:
             assert kept is text
             assert held is None
 
-    def test_no_text(self, tmp_path: Path, small_tokenizer: Tokenizer) -> None:
+    def test_no_text(self, tmp_path, small_tokenizer):
         """Files without text are refused by name."""
         (tmp_path / "empty.txt").write_text("\n\n")
 
         with pytest.raises(ValueError, match=r"no text in .*empty\.txt"):
             corpus.build([tmp_path / "empty.txt"], small_tokenizer)
 
-    def test_large_vocabulary(self) -> None:
+    def test_large_vocabulary(self):
         """A vocabulary whose ids do not fit 16 bits is refused."""
-        large: Any = SimpleNamespace(get_vocab_size=lambda: 2**16 + 1)
+        large = SimpleNamespace(get_vocab_size=lambda: 2**16 + 1)
 
         with pytest.raises(ValueError, match="65537 does not fit"):
             corpus.build([], large)
 
-    def test_cache(
-        self,
-        monkeypatch: pytest.MonkeyPatch,
-        tmp_path: Path,
-        corpus_file: Path,
-        tokenizer_file: Path,
-    ) -> None:
+    def test_cache(self, monkeypatch, tmp_path, corpus_file, tokenizer_file):
         """A corpus is tokenised once, and anew for another file, its content, or another tokenizer."""
         calls = []
 
-        def build(files: list[Path], tokenizer: Tokenizer) -> Corpus:
+        def build(files, tokenizer):
             calls.append(files)
             return built(files, tokenizer)
 
@@ -214,9 +197,7 @@ class TestBuild:
         assert all(map(np.array_equal, astuple(first), astuple(again)))
         assert len(list((tmp_path / "cache").iterdir())) == 4
 
-    def test_padding_of_a_tokenizer(
-        self, corpus_file: Path, tokenizer_file: Path, small_tokenizer: Tokenizer, tmp_path: Path
-    ) -> None:
+    def test_padding_of_a_tokenizer(self, corpus_file, tokenizer_file, small_tokenizer, tmp_path):
         """A tokenizer file that pads and truncates, as published ones do, gives the same corpus."""
         small_tokenizer.enable_padding(length=64)
         small_tokenizer.enable_truncation(max_length=4)

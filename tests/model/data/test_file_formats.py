@@ -112,7 +112,7 @@ def without_places(rows: list[Any]) -> list[Any]:
     ("name", "task"),
     [(name, task) for name in FORMATS for task in ROWS if ONLY.get(name, task) == task],
 )
-def test_formats_of_tasks(tmp_path: Path, name: str, task: str, mark: str) -> None:
+def test_formats_of_tasks(tmp_path, name, task, mark):
     """Equal rows come from every format; a byte order mark is no character."""
     suffix, write = FORMATS[name]
     path = tmp_path / f"a{suffix}"
@@ -122,7 +122,7 @@ def test_formats_of_tasks(tmp_path: Path, name: str, task: str, mark: str) -> No
 
 
 @pytest.mark.parametrize("task", ROWS)
-def test_parquet(tmp_path: Path, task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet(tmp_path, task, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     path = tmp_path / "a.parquet"
     datasets.Dataset.from_list(ROWS[task]).to_parquet(path)
@@ -130,7 +130,7 @@ def test_parquet(tmp_path: Path, task: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert without_places(labelled_rows.read(path, task)) == EXPECTED[task]
 
 
-def test_parquet_by_name_only(tmp_path: Path) -> None:
+def test_parquet_by_name_only(tmp_path):
     path = tmp_path / "a.parquet"
     path.write_text("text,label\n")
     with pytest.raises(DataError, match=r"a\.parquet: not a Parquet file"):
@@ -150,13 +150,13 @@ def pairs(rows: list[Any]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t", "|", ":", "^", "~"])
-def test_delimiters(tmp_path: Path, delimiter: str) -> None:
+def test_delimiters(tmp_path, delimiter):
     """The columns decide, also where a text has more of another delimiter."""
     text = f'text{delimiter}label\r\n"a, b; c, d; e, f; g"{delimiter}x\r\nh{delimiter}y\r\n'
     assert pairs(read(tmp_path / "a.csv", text)) == [("a, b; c, d; e, f; g", "x"), ("h", "y")]
 
 
-def test_excel_exports(tmp_path: Path) -> None:
+def test_excel_exports(tmp_path):
     """Its line `sep=;`, empty columns and rows at the end, and a line end in a cell; lines are the file's own."""
     text = '\N{BYTE ORDER MARK}sep=;\r\nText;Label;;\r\n"a\nb";x;;\r\n;;;\r\nc;y;;\r\n'
     path = tmp_path / "a.csv"
@@ -178,12 +178,12 @@ def test_excel_exports(tmp_path: Path) -> None:
         ('a "b"\tx\nb\ty\n', 'a "b"'),
     ],
 )
-def test_quotation_marks_in_tsv(tmp_path: Path, text: str, first: str) -> None:
+def test_quotation_marks_in_tsv(tmp_path, text, first):
     """They are text, unless the file is as those that writers of tables quote."""
     assert read(tmp_path / "a.tsv", f"text\tlabel\n{text}")[0].text == first
 
 
-def test_old_line_ends(tmp_path: Path) -> None:
+def test_old_line_ends(tmp_path):
     assert pairs(read(tmp_path / "a.csv", "text,label\ra,x\rb,y\r")) == [("a", "x"), ("b", "y")]
 
 
@@ -191,17 +191,17 @@ def test_old_line_ends(tmp_path: Path) -> None:
     "header",
     ["Text,Label", " TEXT , label ", "sentence,LABEL", "question,label"],
 )
-def test_names_of_columns(tmp_path: Path, header: str) -> None:
+def test_names_of_columns(tmp_path, header):
     """In any case, with blanks around them."""
     assert pairs(read(tmp_path / "a.csv", f"{header}\na,x\n")) == [("a", "x")]
 
 
-def test_pairs_in_tables(tmp_path: Path) -> None:
+def test_pairs_in_tables(tmp_path):
     found = read(tmp_path / "a.tsv", "index\tSentence1\tSentence2\tlabel\n0\ta\tb\tx\n")
     assert [(row.text, row.pair) for row in found] == [("a", "b")]
 
 
-def test_columns_of_other_names(tmp_path: Path) -> None:
+def test_columns_of_other_names(tmp_path):
     """The source names them, exactly as the file writes them."""
     path = tmp_path / "a.csv"
     path.write_text("Review text;Stars & more\na;5\n")
@@ -209,11 +209,11 @@ def test_columns_of_other_names(tmp_path: Path) -> None:
     assert pairs(labelled_rows.read(source, "classification")) == [("a", "5")]
 
 
-def test_a_question_mark_in_a_files_name(tmp_path: Path) -> None:
+def test_a_question_mark_in_a_files_name(tmp_path):
     assert pairs(read(tmp_path / "what?.csv", "text,label\na,x\n")) == [("a", "x")]
 
 
-def test_lists_in_cells(tmp_path: Path) -> None:
+def test_lists_in_cells(tmp_path):
     """Names of several labels are separated by commas or a JSON list; words of a sentence by blanks."""
     text = 'text,labels\na,"x, y"\nb,\nc,"[""z""]"\n'
     found = read(tmp_path / "a.csv", text, "classification", "multi_label_classification")
@@ -222,7 +222,7 @@ def test_lists_in_cells(tmp_path: Path) -> None:
     assert (sentence.words, sentence.tags) == (["Ada", "sat"], ["B-PER", "O"])
 
 
-def test_answers_in_cells(tmp_path: Path) -> None:
+def test_answers_in_cells(tmp_path):
     """One answer with its start; an empty cell is a question without an answer."""
     text = "question,context,answer,answer_start\nWho?,Ada sat.,Ada,0\nWhy?,Ada sat.,,\n"
     assert [row.answers for row in read(tmp_path / "a.csv", text, "qa")] == [(("Ada", 0),), ()]
@@ -237,9 +237,7 @@ def test_answers_in_cells(tmp_path: Path) -> None:
         (["equivalent", "not equivalent", "Not-Duplicate"], [0]),
     ],
 )
-def test_labels_of_pairs(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, labels: list[str], kept: list[int]
-) -> None:
+def test_labels_of_pairs(tmp_path, caplog, labels, kept):
     """They are read in any case, and training logs how many pairs it leaves out."""
     lines = [f'{number},b,"{label}"' for number, label in enumerate(labels)]
     text = "\n".join(["sentence1,sentence2,labels", *lines])
@@ -271,18 +269,18 @@ def _value(label: str) -> Any:
         (["a,b,1", "c,d,"], "a.csv:3: no label"),
     ],
 )
-def test_wrong_labels_of_pairs(tmp_path: Path, lines: list[str], message: str) -> None:
+def test_wrong_labels_of_pairs(tmp_path, lines, message):
     with pytest.raises(DataError, match=message):
         read(tmp_path / "a.csv", "\n".join(["text,text_pair,label", *lines]), "embedding")
 
 
-def test_a_pair_without_a_score(tmp_path: Path) -> None:
+def test_a_pair_without_a_score(tmp_path):
     text = "text,text_pair,label,score\na,b,x,1\nc,d,x,\ne,f,x,2\n"
     with pytest.raises(DataError, match=r"a\.csv:3: no score"):
         read(tmp_path / "a.csv", text, "embedding")
 
 
-def test_numbers_in_cells(tmp_path: Path) -> None:
+def test_numbers_in_cells(tmp_path):
     """A label of a regression is a number; so is one of pairs with fractions."""
     found = read(tmp_path / "a.csv", "text,label\na,2.5\nb,3\n", "classification", "regression")
     assert [row.score for row in found] == [2.5, 3.0]
@@ -302,13 +300,13 @@ def test_numbers_in_cells(tmp_path: Path) -> None:
         '{"text": "a", "label": "x"}\n',
     ],
 )
-def test_json(tmp_path: Path, text: str) -> None:
+def test_json(tmp_path, text):
     """A list, an object with a list, one object, and lines, whatever the file is called."""
     for name in ("a.json", "a.data"):
         assert pairs(read(tmp_path / name, text)) == [("a", "x")]
 
 
-def test_tags_that_are_numbers(tmp_path: Path) -> None:
+def test_tags_that_are_numbers(tmp_path):
     """The labels name them, in their order; BIOES becomes BIO."""
     text = '{"tokens": ["Ada", "Byron"], "ner_tags": [1, 2]}'
     labels = ["O", "B-PER", "E-PER"]
@@ -353,7 +351,7 @@ SPANS = [
 
 
 @pytest.mark.parametrize("row", SPANS)
-def test_entities_as_spans(tmp_path: Path, row: dict[str, Any]) -> None:
+def test_entities_as_spans(tmp_path, row):
     """The text stays as it is, and its words have the tags of the spans."""
     [found] = read(tmp_path / "a.json", json.dumps([row]), "ner")
     assert found.text == "Ada, née\tByron!"
@@ -362,7 +360,7 @@ def test_entities_as_spans(tmp_path: Path, row: dict[str, Any]) -> None:
     assert found.starts.tolist() == [0, 3, 5, 9, 14]
 
 
-def test_spans_that_cut_words(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_spans_that_cut_words(tmp_path, caplog):
     """They are reported, and learned as they stand; Chinese has no spaces to cut between."""
     lines = [
         {"text": "Parisian 東京都", "entities": [[0, 5, "LOC"], [9, 11, "LOC"]]},
@@ -385,7 +383,7 @@ def test_spans_that_cut_words(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         ([[0, 3, "X"], [2, 5, "Y"]], r"the entities 'Ada' \(0-3\) and 'a s' \(2-5\) overlap"),
     ],
 )
-def test_wrong_spans(tmp_path: Path, entities: list[Any], message: str) -> None:
+def test_wrong_spans(tmp_path, entities, message):
     text = json.dumps({"text": "Ada sat", "entities": entities})
     with pytest.raises(DataError, match=rf"a\.jsonl:1: {message}"):
         read(tmp_path / "a.jsonl", text, "ner")
@@ -451,7 +449,7 @@ def test_wrong_spans(tmp_path: Path, entities: list[Any], message: str) -> None:
         ("a.conll", b"Ada O\n", "a.conll: CoNLL files are for ner, not for classification"),
     ],
 )
-def test_a_wrong_file(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_a_wrong_file(tmp_path, name, content, message):
     """The message has the line and the column, what is there, and what is accepted, in one line."""
     with pytest.raises(DataError) as refused:
         read(tmp_path / name, content)
@@ -460,19 +458,19 @@ def test_a_wrong_file(tmp_path: Path, name: str, content: bytes, message: str) -
 
 
 @pytest.mark.parametrize("number", ["2,5", "nan", "inf", "high"])
-def test_a_wrong_number(tmp_path: Path, number: str) -> None:
+def test_a_wrong_number(tmp_path, number):
     """The message has the file's own name of the column."""
     with pytest.raises(DataError, match=rf"a\.csv:2: Score may not be '{number}'"):
         read(tmp_path / "a.csv", f'text,Score\na,"{number}"\n', "classification", "regression")
 
 
-def test_a_number_in_json_that_is_none(tmp_path: Path) -> None:
+def test_a_number_in_json_that_is_none(tmp_path):
     text = '{"text": "a", "score": NaN}'
     with pytest.raises(DataError, match=r"a\.jsonl:1: score may not be nan"):
         read(tmp_path / "a.jsonl", text, "classification", "regression")
 
 
-def test_columns_of_a_file_without_columns(tmp_path: Path) -> None:
+def test_columns_of_a_file_without_columns(tmp_path):
     path = tmp_path / "a.conll"
     path.write_text("Ada O\n")
     with pytest.raises(DataError, match="has no named columns"):
@@ -480,13 +478,13 @@ def test_columns_of_a_file_without_columns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("data", ['[{"paragraphs": [3]}]', '[{"paragraphs": 3}]'])
-def test_a_wrong_squad_file(tmp_path: Path, data: str) -> None:
+def test_a_wrong_squad_file(tmp_path, data):
     with pytest.raises(DataError, match=r"a\.json: (data|paragraphs) (must|may not) be"):
         read(tmp_path / "a.json", f'{{"data": {data}}}', "qa")
 
 
 @pytest.mark.parametrize("flag", [False, 0, "false", "False", "0", None, True, 1, "true", "TRUE"])
-def test_a_question_that_is_impossible(tmp_path: Path, flag: Any) -> None:
+def test_a_question_that_is_impossible(tmp_path, flag):
     """The flag is read as the value that it says, also as text; anything else is refused."""
     entry = {"id": "1", "question": "q?", "answers": [{"text": "Paris", "answer_start": 0}]}
     paragraph = {"context": "Paris is big", "qas": [{**entry, "is_impossible": flag}]}
@@ -499,7 +497,7 @@ def test_a_question_that_is_impossible(tmp_path: Path, flag: Any) -> None:
         read(tmp_path / "a.csv", table.replace(f"0,{flag}", "0,no"), "qa")
 
 
-def test_an_empty_answer(tmp_path: Path) -> None:
+def test_an_empty_answer(tmp_path):
     """An answer without characters is no answer, in a list as in a cell."""
     row = {"question": "q?", "context": "a", "answers": {"text": [""], "answer_start": [0]}}
     assert read(tmp_path / "a.jsonl", json.dumps(row), "qa")[0].answers == ()
@@ -529,7 +527,7 @@ def columns_table() -> str:
 
 
 @pytest.mark.parametrize(("name", "make"), [("formats", formats_table), ("columns", columns_table)])
-def test_tables_of_the_documentation(name: str, make: Callable[[], str]) -> None:
+def test_tables_of_the_documentation(name, make):
     """They are made of the formats that the tests above read, and of the names that the code has."""
     block = re.search(
         rf"<!-- {name}: begin -->\n(.*?)\n<!-- {name}: end -->", PAGE.read_text(), re.S
@@ -539,7 +537,7 @@ def test_tables_of_the_documentation(name: str, make: Callable[[], str]) -> None
 
 
 @pytest.mark.parametrize("task", columns.TRAINING)
-def test_recognized_names_are_read(task: str) -> None:
+def test_recognized_names_are_read(task):
     """Each name of the table stands for its field."""
     for field in columns.TRAINING[task].fields:
         for name in columns.accepted(columns.TRAINING[task], field):

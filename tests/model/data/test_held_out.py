@@ -16,7 +16,7 @@ def texts(**counts: int) -> list[Text]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_each_label_gives_its_share(seed: int) -> None:
+def test_each_label_gives_its_share(seed):
     """A tenth of each label is held out, rounded up or down."""
     rows = texts(common=300, rare=25, single=1)
 
@@ -29,7 +29,7 @@ def test_each_label_gives_its_share(seed: int) -> None:
     assert sorted(rows, key=rows.index) == sorted(kept + held, key=rows.index)
 
 
-def test_the_seed_decides() -> None:
+def test_the_seed_decides():
     """Equal seeds hold out equal rows, another seed others."""
     rows = texts(a=100, b=100)
 
@@ -38,7 +38,7 @@ def test_the_seed_decides() -> None:
     assert first == same != other
 
 
-def test_equal_texts_stay_together() -> None:
+def test_equal_texts_stay_together():
     """A text that occurs several times is in one part only, and so is a context with its questions."""
     repeated = [Text(f"rows:{i}", f"text {i % 40}", None, ("ab"[i % 2],)) for i in range(200)]
     questions = [QuestionRow(f"q:{i}", f"question {i}", f"context {i % 30}", ()) for i in range(90)]
@@ -49,7 +49,7 @@ def test_equal_texts_stay_together() -> None:
         assert not {*map(key, kept)} & {*map(key, held)}
 
 
-def test_other_tasks_have_strata() -> None:
+def test_other_tasks_have_strata():
     """Sentences are held out by their entity types, questions by whether they have an answer, pairs over all scores."""
     sentences = [
         Sentence(f"s:{i}", ["Ada", f"drew {i}"], ["B-PER" if i % 2 else "B-LOC", "O"])
@@ -70,7 +70,7 @@ def test_other_tasks_have_strata() -> None:
     assert max(b - a for a, b in itertools.pairwise(scores)) < 0.06
 
 
-def test_several_labels() -> None:
+def test_several_labels():
     """Of several labels the rarest decides, so that every label with two texts stays in training."""
     labels = [("all", "rare") if i % 50 == 0 else ("all",) for i in range(100)]
     rows = [Text(f"rows:{i}", f"text {i}", None, names) for i, names in enumerate(labels)]
@@ -81,7 +81,7 @@ def test_several_labels() -> None:
         assert any("rare" in row.labels for row in kept)
 
 
-def test_few_rows_are_not_split() -> None:
+def test_few_rows_are_not_split():
     """Fewer than FEWEST_ROWS rows, and a share of 0, hold out no row."""
     few = texts(a=FEWEST_ROWS - 1)
 

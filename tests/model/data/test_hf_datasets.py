@@ -36,7 +36,7 @@ def parquet(folder: Path, features: dict[str, Any], *given: dict[str, Any]) -> P
     return folder
 
 
-def test_texts_have_the_names_of_their_classes(tmp_path: Path) -> None:
+def test_texts_have_the_names_of_their_classes(tmp_path):
     """Rows like SST-2's, with an unused column; a label of -1 means no label."""
     folder = parquet(
         tmp_path / "set",
@@ -52,7 +52,7 @@ def test_texts_have_the_names_of_their_classes(tmp_path: Path) -> None:
     ]
 
 
-def test_labels_without_names_may_be_none_too(tmp_path: Path) -> None:
+def test_labels_without_names_may_be_none_too(tmp_path):
     """-1 is no class, but it is a number."""
     columns = {"text": STRING, "label": Value("int64")}
     given = [{"text": text, "label": label} for text, label in (("a", 1), ("b", -1), ("c", 0))]
@@ -72,7 +72,7 @@ def test_labels_without_names_may_be_none_too(tmp_path: Path) -> None:
         ("question", "sentence"),
     ],
 )
-def test_pairs_have_many_names(tmp_path: Path, names: tuple[str, str]) -> None:
+def test_pairs_have_many_names(tmp_path, names):
     """Pairs are classified, or are positives of each other."""
     first, second = names
     columns = {second: STRING, first: STRING, "label": ENTAILED}
@@ -90,7 +90,7 @@ def test_pairs_have_many_names(tmp_path: Path, names: tuple[str, str]) -> None:
     assert labelled_rows.read(name, "embedding") == [Similar(f"{name}: row 0", ("a", "b"), None)]
 
 
-def test_several_labels_are_names_too(tmp_path: Path) -> None:
+def test_several_labels_are_names_too(tmp_path):
     folder = parquet(
         tmp_path / "set",
         {"text": STRING, "labels": List(POLARITY)},
@@ -104,7 +104,7 @@ def test_several_labels_are_names_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("feature", "label"), [(FLOAT, 0.5), (POLARITY, 1)])
-def test_grades_are_numbers(tmp_path: Path, feature: Any, label: float) -> None:
+def test_grades_are_numbers(tmp_path, feature, label):
     """Of a class its number counts, where texts are graded."""
     folder = parquet(
         tmp_path / "set", {"text": STRING, "label": feature}, {"text": "a", "label": label}
@@ -116,7 +116,7 @@ def test_grades_are_numbers(tmp_path: Path, feature: Any, label: float) -> None:
 
 
 @pytest.mark.parametrize("score", ["score", "similarity_score", "label"])
-def test_pairs_may_be_scored(tmp_path: Path, score: str) -> None:
+def test_pairs_may_be_scored(tmp_path, score):
     """In STS-B's forms; a score becomes one from 0 to 1."""
     folder = parquet(
         tmp_path / "set",
@@ -128,7 +128,7 @@ def test_pairs_may_be_scored(tmp_path: Path, score: str) -> None:
     assert [0.0, 1.0, 0.25] == [row.score for row in found]
 
 
-def test_anchors_have_positives_and_negatives(tmp_path: Path) -> None:
+def test_anchors_have_positives_and_negatives(tmp_path):
     names = ("anchor", "positive", "negative_1", "negative_2")
     folder = parquet(
         tmp_path / "set", dict.fromkeys(names, STRING), dict(zip(names, "apnm", strict=True))
@@ -140,7 +140,7 @@ def test_anchors_have_positives_and_negatives(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tags", ["ner_tags", "tags"])
-def test_tokens_have_the_names_of_their_tags(tmp_path: Path, tags: str) -> None:
+def test_tokens_have_the_names_of_their_tags(tmp_path, tags):
     """IOB1 becomes BIO, as it does from files."""
     folder = parquet(
         tmp_path / "set",
@@ -152,7 +152,7 @@ def test_tokens_have_the_names_of_their_tags(tmp_path: Path, tags: str) -> None:
     assert "Ada Byron sat" == found.text
 
 
-def test_a_tag_of_no_class_is_not_guessed(tmp_path: Path) -> None:
+def test_a_tag_of_no_class_is_not_guessed(tmp_path):
     features = {"tokens": List(STRING), "tags": List(ClassLabel(names=["O", "B-PER"]))}
     folder = parquet(tmp_path / "set", features, {"tokens": ["Ada"], "tags": [-1]})
     with pytest.raises(DataError, match="row 0: a tag may not be -1"):
@@ -160,12 +160,12 @@ def test_a_tag_of_no_class_is_not_guessed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_questions_are_those_of_squad(tmp_path: Path, together: bool) -> None:
+def test_questions_are_those_of_squad(tmp_path, together):
     """Answers are a list of objects or an object of lists, and there may be none."""
-    one: dict[str, Any] = {"text": STRING, "answer_start": Value("int32")}
+    one = {"text": STRING, "answer_start": Value("int32")}
     lists = {name: List(feature) for name, feature in one.items()}
-    right: Any = {"text": ["Ada", "it"], "answer_start": [0, 9]}
-    wrong: Any = {"text": [], "answer_start": []}
+    right = {"text": ["Ada", "it"], "answer_start": [0, 9]}
+    wrong = {"text": [], "answer_start": []}
     if together:
         right = [{"text": "Ada", "answer_start": 0}, {"text": "it", "answer_start": 9}]
         wrong = []
@@ -226,19 +226,19 @@ def reviews(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_configuration_and_a_part_of_a_split(reviews: Path) -> None:
+def test_a_configuration_and_a_part_of_a_split(reviews):
     """Numbers without names stay numbers, as in files."""
     found = labelled_rows.read(f"hub:{reviews}:plain/train[1:]", "classification")
     assert [("b", ("1",)), ("c", ("0",))] == [(row.text, row.labels) for row in found]
 
 
-def test_columns_may_be_named(reviews: Path) -> None:
+def test_columns_may_be_named(reviews):
     name = Path(f"hub:{reviews}:graded/validation?text=body&label=stars")  # as export has it
     found = labelled_rows.read(name, "classification")
     assert [("d", ("one",)), ("e", ("two",))] == [(row.text, row.labels) for row in found]
 
 
-def test_named_columns_are_all_that_count(tmp_path: Path) -> None:
+def test_named_columns_are_all_that_count(tmp_path):
     """With named columns, no other column is guessed."""
     names = ("sentence1", "sentence2", "title", "label")
     row = dict(zip(names, "abtx", strict=True))
@@ -247,11 +247,11 @@ def test_named_columns_are_all_that_count(tmp_path: Path) -> None:
     assert [Text(f"{name}: row 0", "t", None, ("x",))] == labelled_rows.read(name, "classification")
 
 
-def test_the_full_name_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_full_name_is_required(monkeypatch):
     """A revision, too; and once in a run, however often it is read."""
     asked = []
 
-    def load_dataset(*path: Any, **rest: Any) -> Dataset:
+    def load_dataset(*path, **rest):
         asked.append((*path, rest))
         return Dataset.from_list([{"text": "a", "label": "x"}])
 
@@ -286,7 +286,7 @@ def test_the_full_name_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
         ("hub:{}:plain/train[:0]", "classification", "corresponds to no data"),
     ],
 )
-def test_what_is_not_to_be_had_is_said(reviews: Path, name: str, task: str, reason: str) -> None:
+def test_what_is_not_to_be_had_is_said(reviews, name, task, reason):
     """In one line, with the name as it was given."""
     asked = name.format(reviews)
     with pytest.raises(DataError, match=reason) as refused:
@@ -295,7 +295,7 @@ def test_what_is_not_to_be_had_is_said(reviews: Path, name: str, task: str, reas
     assert "\n" not in str(refused.value)
 
 
-def test_a_split_without_labels_has_no_rows(tmp_path: Path) -> None:
+def test_a_split_without_labels_has_no_rows(tmp_path):
     """As GLUE's test splits are."""
     features = {"sentence": STRING, "label": POLARITY}
     folder = parquet(tmp_path / "set", features, {"sentence": "a", "label": -1})
@@ -303,7 +303,7 @@ def test_a_split_without_labels_has_no_rows(tmp_path: Path) -> None:
         labelled_rows.read(f"hub:{folder}/train", "classification")
 
 
-def test_a_broken_file_is_named(reviews: Path) -> None:
+def test_a_broken_file_is_named(reviews):
     (reviews / "plain" / "part-1.jsonl").write_text('{"text": "a"')
     with pytest.raises(DataError, match=r"(?s)hub:.*plain/train: .*JSON"):
         labelled_rows.read(f"hub:{reviews}:plain/train", "classification")
@@ -325,9 +325,7 @@ def test_a_broken_file_is_named(reviews: Path) -> None:
         ("classification", {"text": "a", "label": 0.5}, "label may not be 0.5"),
     ],
 )
-def test_errors_name_the_row(
-    task: str, row: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_name_the_row(task, row, reason, monkeypatch):
     found = Dataset.from_list([row])
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: found)
     with pytest.raises(DataError, match=f"hub:a/b/c: row 0: .*{reason}"):

@@ -23,7 +23,7 @@ def squad(path: Path, *questions: dict[str, object], context: str = "Ada drew it
     return write(path, {"data": [{"title": "t", "paragraphs": [paragraph]}]})
 
 
-def test_a_label_may_be_a_string_or_a_number(tmp_path: Path) -> None:
+def test_a_label_may_be_a_string_or_a_number(tmp_path):
     """Labels are strings from here on."""
     path = write(
         tmp_path / "a.jsonl",
@@ -36,7 +36,7 @@ def test_a_label_may_be_a_string_or_a_number(tmp_path: Path) -> None:
     ]
 
 
-def test_several_labels_may_hold_together(tmp_path: Path) -> None:
+def test_several_labels_may_hold_together(tmp_path):
     """A multi-label row has a list, which may be empty."""
     path = write(
         tmp_path / "a.jsonl", {"text": "a", "labels": ["x", "y"]}, {"text": "b", "labels": []}
@@ -46,7 +46,7 @@ def test_several_labels_may_hold_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["label", "score"])
-def test_a_regression_has_a_number(tmp_path: Path, name: str) -> None:
+def test_a_regression_has_a_number(tmp_path, name):
     """The number may be called label or score."""
     path = write(tmp_path / "a.jsonl", {"text": "a", name: 2.5}, {"text": "b", name: 3})
     assert [row.score for row in labelled_rows.read(path, "classification", "regression")] == [
@@ -55,14 +55,14 @@ def test_a_regression_has_a_number(tmp_path: Path, name: str) -> None:
     ]
 
 
-def test_packed_files_are_unpacked(tmp_path: Path) -> None:
+def test_packed_files_are_unpacked(tmp_path):
     """A name that ends in .gz says so; empty lines are no rows."""
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"text": "caf\xc3\xa9", "label": "x"}\n\n'))
     assert [row.text for row in labelled_rows.read(path, "classification")] == ["café"]
 
 
-def test_sentences_of_several_columns(tmp_path: Path) -> None:
+def test_sentences_of_several_columns(tmp_path):
     """Phrases, comments, -DOCSTART- lines and repeated empty lines do not matter."""
     path = write(
         tmp_path / "a.conll",
@@ -94,13 +94,7 @@ def test_sentences_of_several_columns(tmp_path: Path) -> None:
         (["# O", "a W-X", "b M-X", "c E-X"], ["#", "a", "b", "c"], ["O", "B-X", "B-X", "I-X"]),
     ],
 )
-def test_columns_by_their_content(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    lines: list[str],
-    words: list[str],
-    tags: list[str],
-) -> None:
+def test_columns_by_their_content(tmp_path, caplog, lines, words, tags):
     """Numbers and phrases are none of them; what is not plainly two columns is reported in one line."""
     path = write(tmp_path / "a.bio", *lines)
     [row] = labelled_rows.read(path, "ner")
@@ -109,7 +103,7 @@ def test_columns_by_their_content(
     assert len(caplog.messages) == (0 if is_plain else 1)
 
 
-def test_two_columns_of_tags(tmp_path: Path) -> None:
+def test_two_columns_of_tags(tmp_path):
     """The error lists the columns, and a number after the file's name chooses."""
     path = write(tmp_path / "a.tsv", "1\tBonn\tB-ORG\tB-LOC", "2\twon\tO\tO")
     message = (
@@ -130,12 +124,12 @@ def test_two_columns_of_tags(tmp_path: Path) -> None:
         (["Bonn LOC", "won O"], "a.conll:1: not a token and its tag"),
     ],
 )
-def test_wrong_columns(tmp_path: Path, lines: list[str], message: str) -> None:
+def test_wrong_columns(tmp_path, lines, message):
     with pytest.raises(DataError, match=message):
         labelled_rows.read(write(tmp_path / "a.conll", *lines), "ner")
 
 
-def test_a_word_may_hold_blanks_of_other_kinds(tmp_path: Path) -> None:
+def test_a_word_may_hold_blanks_of_other_kinds(tmp_path):
     """Only blanks and tabs part columns, not a no-break space."""
     path = write(tmp_path / "a.txt", "10\N{NO-BREAK SPACE}000 O")
     assert labelled_rows.read(path, "ner")[0].words == ["10\N{NO-BREAK SPACE}000"]
@@ -150,12 +144,12 @@ def test_a_word_may_hold_blanks_of_other_kinds(tmp_path: Path) -> None:
         ("B-PER I-PER O B-PER", "B-PER I-PER O B-PER"),
     ],
 )
-def test_every_entity_begins_with_b(tags: str, bio: str) -> None:
+def test_every_entity_begins_with_b(tags, bio):
     """IOB1 becomes BIO, and BIO stays what it is."""
     assert labelled_rows.to_bio(tags.split()) == bio.split()
 
 
-def test_a_question_may_have_no_answer(tmp_path: Path) -> None:
+def test_a_question_may_have_no_answer(tmp_path):
     """SQuAD 2.0 says is_impossible, and may give plausible answers that are wrong."""
     wrong = [{"text": "Ada", "answer_start": 0}]
     path = squad(
@@ -169,14 +163,14 @@ def test_a_question_may_have_no_answer(tmp_path: Path) -> None:
     ]
 
 
-def test_similarity_goes_from_0_to_1(tmp_path: Path) -> None:
+def test_similarity_goes_from_0_to_1(tmp_path):
     """A file's lowest and highest scores are 0 and 1, whatever scale it has."""
     pair = {"text": "a", "text_pair": "b"}
     path = write(tmp_path / "a.jsonl", *({**pair, "score": score} for score in (1, 5, 2)))
     assert [row.score for row in labelled_rows.read(path, "embedding")] == [0.0, 1.0, 0.25]
 
 
-def test_scores_have_to_vary(tmp_path: Path) -> None:
+def test_scores_have_to_vary(tmp_path):
     """Equal scores are refused, because they do not say whether the pairs are alike."""
     pair = {"text": "a", "text_pair": "b", "score": 5}
     path = write(tmp_path / "a.jsonl", {"texts": ["c", "d"]}, pair, pair)
@@ -184,7 +178,7 @@ def test_scores_have_to_vary(tmp_path: Path) -> None:
         labelled_rows.read(path, "embedding")
 
 
-def test_texts_that_say_the_same_have_no_score(tmp_path: Path) -> None:
+def test_texts_that_say_the_same_have_no_score(tmp_path):
     """Captions of one picture, and entailed pairs; pairs with another label are left out."""
     pair = {"text": "a", "text_pair": "b"}
     path = write(
@@ -199,7 +193,7 @@ def test_texts_that_say_the_same_have_no_score(tmp_path: Path) -> None:
     ]
 
 
-def test_anchors_have_a_positive_and_any_negatives(tmp_path: Path) -> None:
+def test_anchors_have_a_positive_and_any_negatives(tmp_path):
     """One by name, a list, several by number, or none; what is null is not there."""
     pair = {"anchor": "a", "positive": "p"}
     path = write(
@@ -214,7 +208,7 @@ def test_anchors_have_a_positive_and_any_negatives(tmp_path: Path) -> None:
     assert {(row.texts, row.score) for row in found} == {(("a", "p"), None)}
 
 
-def test_a_table_has_its_columns_named(tmp_path: Path) -> None:
+def test_a_table_has_its_columns_named(tmp_path):
     """Quotation marks are text, an empty cell is no field, and columns of other names do not matter."""
     path = write(
         tmp_path / "a.tsv",
@@ -228,7 +222,7 @@ def test_a_table_has_its_columns_named(tmp_path: Path) -> None:
     ]
 
 
-def test_tables_hold_texts_pairs_and_scores(tmp_path: Path) -> None:
+def test_tables_hold_texts_pairs_and_scores(tmp_path):
     """For every task whose rows are objects; packed, too."""
     labels = write(tmp_path / "a.tsv", "text\ttext_pair\tlabel", "a\tb\tx", "c\t\t1")
     assert labelled_rows.read(labels, "classification") == [
@@ -258,7 +252,7 @@ PACKED = gzip.compress(b'{"text": "a", "label": "x"}\n' * 9, mtime=0)
         ("a.jsonl.xz", b"text", "not supported"),
     ],
 )
-def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: bytes, reason: str) -> None:
+def test_a_damaged_file_is_named(tmp_path, name, content, reason):
     """The error names the file for every error of the decompressing library, at any position."""
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=rf"{name} cannot be read beyond line \d: .*{reason}"):
@@ -280,7 +274,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: bytes, reas
         (["anchor\tpositive"], "t.tsv: no rows"),
     ],
 )
-def test_errors_of_tables_name_the_line(tmp_path: Path, lines: list[str], reason: str) -> None:
+def test_errors_of_tables_name_the_line(tmp_path, lines, reason):
     """What is in the wrong column is never guessed at."""
     with pytest.raises(DataError, match=reason):
         labelled_rows.read(write(tmp_path / "t.tsv", *lines), "embedding")
@@ -308,7 +302,7 @@ def test_errors_of_tables_name_the_line(tmp_path: Path, lines: list[str], reason
         ("embedding", '{"text": "a", "text_pair": "b", "score": "5"}', "score may not be '5'"),
     ],
 )
-def test_errors_name_the_line(tmp_path: Path, task: str, line: str, reason: str) -> None:
+def test_errors_name_the_line(tmp_path, task, line, reason):
     """The first line is right, the second is not."""
     right = {"ner": "Ada B-PER", "embedding": {"texts": ["a", "b"]}}
     path = write(tmp_path / "a.data", right.get(task, {"text": "a", "label": "x"}), line)
@@ -316,7 +310,7 @@ def test_errors_name_the_line(tmp_path: Path, task: str, line: str, reason: str)
         labelled_rows.read(path, task)
 
 
-def test_errors_name_the_question(tmp_path: Path) -> None:
+def test_errors_name_the_question(tmp_path):
     """SQuAD's files are one long line, so an error says which question it is."""
     path = squad(
         tmp_path / "a.json", {"id": "q7", "question": "Who?", "answers": [{"text": "Ada"}]}
@@ -325,7 +319,7 @@ def test_errors_name_the_question(tmp_path: Path) -> None:
         labelled_rows.read(path, "qa")
 
 
-def test_a_file_without_rows_is_an_error(tmp_path: Path) -> None:
+def test_a_file_without_rows_is_an_error(tmp_path):
     """Nothing to learn from is never what was meant."""
     with pytest.raises(DataError, match="no rows"):
         labelled_rows.read(write(tmp_path / "a.conll", ""), "ner")

@@ -22,7 +22,7 @@ from model.data.corpus import Corpus
 from model.data.pretraining_batches import Pair, Sampler, Samples, Specials, draw_pair
 from model.families.bert_names import BERT
 from model.families.registry import FAMILIES
-from model.families.spec import Family, Pairs
+from model.families.spec import Pairs
 
 CLS, SEP, MASK = 2, 3, 4
 SPECIALS = Specials(
@@ -41,7 +41,7 @@ def within(share: float, expected: float, count: int) -> bool:
 
 class TestSpecials:
     @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-    def test_as_the_tokenizer_has_it(self, family: Family, documents: list[list[str]]) -> None:
+    def test_as_the_tokenizer_has_it(self, family, documents):
         """Special tokens around one text, and around two, are the same as with the family's tokenizer."""
         words = [text for document in documents for text in document]
         trained = tokenizer.train(words, vocab_size=400, family=family)
@@ -61,9 +61,9 @@ class TestSpecials:
         assert trained.id_to_token(specials.sep) == family.special_tokens["sep"]
         assert specials.vocab_size == trained.get_vocab_size()
 
-    def test_missing(self) -> None:
+    def test_missing(self):
         """A tokenizer without a mask token is refused by what it lacks."""
-        minimal: Any = SimpleNamespace(token_to_id={"[CLS]": 0, "[SEP]": 1}.get)
+        minimal = SimpleNamespace(token_to_id={"[CLS]": 0, "[SEP]": 1}.get)
 
         with pytest.raises(ValueError, match=r"lacks bert's special tokens: \['\[MASK\]'\]"):
             Specials.of(minimal, BERT)
@@ -107,7 +107,7 @@ def assert_running(spoken: Corpus, text: NDArray[np.int64]) -> None:
 
 class TestDraw:
     @pytest.mark.parametrize("length", [3, 20, 500])
-    def test_blocks(self, spoken: Corpus, length: int) -> None:
+    def test_blocks(self, spoken, length):
         """One text fills its sample, from a sentence's start on, with a separator between documents."""
         after = np.append(np.arange(1, spoken.num_sentences), 0)
         last = np.isin(np.arange(spoken.num_sentences), spoken.document_starts[1:] - 1)
@@ -115,14 +115,14 @@ class TestDraw:
             assert len(ids) == length
             assert (ids[0], ids[-1]) == (CLS, SEP)
             sentence, text = int(ids[1]) - 100, ids[1:-1]
-            expected: list[int] = []
+            expected = []
             while len(expected) < len(text):
                 expected += (spoken.tokens(sentence, sentence + 1)).tolist()
                 expected += [SEP] * bool(last[sentence])
                 sentence = int(after[sentence])
             assert text.tolist() == expected[: len(text)]
 
-    def test_order(self, spoken: Corpus) -> None:
+    def test_order(self, spoken):
         """Both texts are whole sentences that meet in the document; class 1: the second stands before the first."""
         for sample in draw(spoken, 1000, 40, pairs="sop"):
             texts = parts(sample)
@@ -133,7 +133,7 @@ class TestDraw:
             np.testing.assert_array_equal(both, spoken.tokens(first, end) - 100)
             assert spoken.document_of(first) == spoken.document_of(end - 1)
 
-    def test_half_are_swapped(self, spoken: Corpus) -> None:
+    def test_half_are_swapped(self, spoken):
         """Half of the pairs, and with no regard to how long either text is."""
         count = 4000
         drawn = draw(spoken, count, 40, pairs="sop")
@@ -144,7 +144,7 @@ class TestDraw:
         assert abs(told) < 5 / math.sqrt(count)
 
     @pytest.mark.parametrize("length", [6, 9, 14])
-    def test_order_of_what_has_no_room(self, spoken: Corpus, length: int) -> None:
+    def test_order_of_what_has_no_room(self, spoken, length):
         """Sentences that are too long are cut where they do not meet."""
         for sample in draw(spoken, 300, length, pairs="sop"):
             texts = parts(sample)
@@ -156,7 +156,7 @@ class TestDraw:
             assert len(end) == min(len(sentence), len(before))
             assert len(sample.input_ids) <= length
 
-    def test_real_neighbours(self, spoken: Corpus) -> None:
+    def test_real_neighbours(self, spoken):
         """Class 0: the second text starts with the sentence after the first text's last."""
         for sample in draw(spoken, 1000, 40, pairs="nsp"):
             if sample.is_next == 0:
@@ -164,14 +164,14 @@ class TestDraw:
                 assert second[0] == first[-1] + 1
                 assert spoken.document_of(second[0]) == spoken.document_of(first[0])
 
-    def test_random_texts(self, spoken: Corpus) -> None:
+    def test_random_texts(self, spoken):
         """Class 1: the second text comes from another document."""
         for sample in draw(spoken, 1000, 40, pairs="nsp"):
             if sample.is_next == 1:
                 first, second = parts(sample)
                 assert spoken.document_of(second[0]) != spoken.document_of(first[0])
 
-    def test_half_are_real(self, spoken: Corpus) -> None:
+    def test_half_are_real(self, spoken):
         """Half the pairs are real neighbours."""
         count = 4000
         share = np.mean([sample.is_next for sample in draw(spoken, count, 16, pairs="nsp")])
@@ -179,7 +179,7 @@ class TestDraw:
         assert within(float(share), 0.5, count)
 
     @pytest.mark.parametrize("length", [8, 16, 40, 500])
-    def test_pairs_are_well_formed(self, spoken: Corpus, length: int) -> None:
+    def test_pairs_are_well_formed(self, spoken, length):
         """A pair is [CLS] A [SEP] B [SEP], never too long, both texts running, segments 0 and 1."""
         for sample in draw(spoken, 200, length, pairs="nsp"):
             first, second = parts(sample)
@@ -189,7 +189,7 @@ class TestDraw:
             expected = [0] * (len(first) + 2) + [1] * (len(second) + 1)
             assert sample.token_type_ids.tolist() == expected
 
-    def test_sentences_by_their_tokens(self, spoken: Corpus) -> None:
+    def test_sentences_by_their_tokens(self, spoken):
         """A sentence starts samples as often as its share of the corpus' tokens."""
         count = 4000
         starts = Counter(int(ids[1]) - 100 for ids in blocks(spoken, count, 8))
@@ -200,14 +200,14 @@ class TestDraw:
         assert within(starts[longest] / count, float(share), count)
         assert len(starts) > 0.9 * len(lengths)
 
-    def test_no_neighbours(self) -> None:
+    def test_no_neighbours(self):
         """Pairs from documents of one sentence each are refused with the reason."""
         lonely = Corpus(np.arange(100, 110, dtype=np.uint16), np.arange(11), np.arange(11))
 
         with pytest.raises(ValueError, match="at least two sentences"):
             draw(lonely, 1, 20, "nsp")
 
-    def test_one_document(self) -> None:
+    def test_one_document(self):
         """In a corpus of one document a random text is from anywhere in it."""
         alone = Corpus(np.arange(100, 110, dtype=np.uint16), np.arange(11), np.array([0, 10]))
 
@@ -235,14 +235,14 @@ def masked() -> tuple[Tensor, Tensor, Tensor]:
 
 
 class TestHiding:
-    def test_as_many_as_requested(self, masked: tuple[Tensor, Tensor, Tensor]) -> None:
+    def test_as_many_as_requested(self, masked):
         """Each row has the requested number of masked tokens, also if the numbers differ."""
         ids, _, hidden = masked
         assert (hidden.sum(dim=1) == 12).all()
         _, others = hide(ids[:3], (1, 5, 80))
         assert others.sum(dim=1).tolist() == [1, 5, 80]
 
-    def test_80_10_10(self, masked: tuple[Tensor, Tensor, Tensor]) -> None:
+    def test_80_10_10(self, masked):
         """Of the hidden, 80 % become [MASK], 10 % a random token, and 10 % stay."""
         ids, changed, hidden = masked
         old, new = ids[hidden].numpy(), changed[hidden].numpy()
@@ -253,13 +253,13 @@ class TestHiding:
         assert within(float(noise.mean()), 0.1, len(new))
         assert abs(new[noise].mean() / 30_522 - 0.5) < 5 / math.sqrt(12 * noise.sum())
 
-    def test_the_rest_is_untouched(self, masked: tuple[Tensor, Tensor, Tensor]) -> None:
+    def test_the_rest_is_untouched(self, masked):
         """Special tokens are never hidden, and what is not hidden stays."""
         ids, changed, hidden = masked
         assert not ((ids == CLS) | (ids == SEP))[hidden].any()
         assert torch.equal(changed[~hidden], ids[~hidden])
 
-    def test_positions_are_even(self) -> None:
+    def test_positions_are_even(self):
         """Every position is hidden as often as any other."""
         count = 3000
         ids = torch.tensor([[CLS, *range(100, 120), SEP]]).repeat(count, 1)
@@ -270,7 +270,7 @@ class TestHiding:
         assert times[0] == times[-1] == 0
         assert all(within(number / count, 0.15, count) for number in times[1:-1])
 
-    def test_whole_words(self) -> None:
+    def test_whole_words(self):
         """All pieces of a word are hidden or none, but of the last one as many as are missing; words come evenly."""
         count = 2000
         goes_on = [token >= 200 for token in range(SPECIALS.vocab_size)]
@@ -292,7 +292,7 @@ class TestHiding:
         assert 0 < cut < count
         assert within(chosen[1] / count, chosen[3] / count, count)
 
-    def test_the_input_is_kept(self) -> None:
+    def test_the_input_is_kept(self):
         """Hiding changes a copy."""
         ids = torch.tensor([[CLS, *range(50, 90), SEP]])
         before = ids.clone()
@@ -303,14 +303,14 @@ class TestHiding:
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "albert"])
-def test_continues(family: str, documents: list[list[str]]) -> None:
+def test_continues(family, documents):
     """Of a text's tokens those go on with a word that are not its first piece, in any kind of tokenizer."""
     texts = [text for document in documents for text in document]
     trained = tokenizer.train(texts, vocab_size=300, family=FAMILIES[family])
     goes_on = pretraining_batches.continues(trained)
     sentence = " ".join(re.findall("[a-z]{3,}", " ".join(texts[:3])))
 
-    words: list[list[int]] = []
+    words = []
     for token in trained.encode(f" {sentence}", add_special_tokens=False).ids:
         words[len(words) :] = [] if goes_on[token] else [[]]
         words[-1].append(token)
@@ -335,7 +335,7 @@ def digest(found: Samples) -> str:
 
 class TestSamples:
     @pytest.mark.parametrize("pairs", ["nsp", "sop", None])
-    def test_pack(self, spoken: Corpus, pairs: Pairs | None) -> None:
+    def test_pack(self, spoken, pairs):
         """Labels are what stood at the masked places; other tokens are as drawn; each row is a sequence."""
         found = sampled(spoken, pairs)
         batch = found.pack()
@@ -361,7 +361,7 @@ class TestSamples:
             assert found.lengths == (24,) * 6
 
     @pytest.mark.parametrize("pairs", ["nsp", None])
-    def test_share(self, spoken: Corpus, pairs: Pairs | None) -> None:
+    def test_share(self, spoken, pairs):
         """Of each text as many tokens are hidden as come nearest to the share, and one at least."""
         found = sampled(spoken, pairs, rate=0.3)
         special = 3 if pairs else 2
@@ -371,7 +371,7 @@ class TestSamples:
 
     @pytest.mark.parametrize("pairs", ["nsp", None])
     @pytest.mark.parametrize("count", [1, 2, 4, 6])
-    def test_parts(self, spoken: Corpus, pairs: Pairs | None, count: int) -> None:
+    def test_parts(self, spoken, pairs, count):
         """Parts are the whole, cut between samples into even shares."""
         whole = sampled(spoken, pairs)
         cut = [whole.part(number, count) for number in range(count)]
@@ -387,11 +387,11 @@ class TestSamples:
 
     @pytest.mark.parametrize("pairs", ["nsp", None])
     @pytest.mark.parametrize("other", [{"step": 6}, {"seed": 4}])
-    def test_differs(self, spoken: Corpus, other: dict[str, int], pairs: Pairs | None) -> None:
+    def test_differs(self, spoken, other, pairs):
         """Another step, or another seed, draws other samples."""
         assert digest(sampled(spoken, pairs, **other)) != digest(sampled(spoken, pairs))
 
-    def test_hiding_is_dynamic(self, spoken: Corpus) -> None:
+    def test_hiding_is_dynamic(self, spoken):
         """The same text is hidden elsewhere when it is drawn at another step."""
         short = Corpus(spoken.ids[:12], np.array([0, 12]), np.array([0, 1]))
 
@@ -399,7 +399,7 @@ class TestSamples:
 
         assert len(found) > 10
 
-    def test_documents_without_text(self) -> None:
+    def test_documents_without_text(self):
         """Where there is hardly anything but separators, these are hidden before there is too little to guess."""
         short = Corpus(np.arange(100, 104, dtype=np.uint16), np.arange(5), np.arange(5))
 
@@ -408,7 +408,7 @@ class TestSamples:
         assert found.hidden.sum(dim=1).tolist() == list(found.predictions)
 
     @pytest.mark.parametrize("pairs", ["nsp", None])
-    def test_another_process(self, spoken: Corpus, tmp_path: Path, pairs: Pairs | None) -> None:
+    def test_another_process(self, spoken, tmp_path, pairs):
         """Another process draws the very same samples."""
         np.savez(tmp_path / "corpus.npz", **vars(spoken))
         program = (

@@ -1,7 +1,6 @@
 """Text files are UTF-8 or UTF-16 by their byte order mark; any other file is refused with the place of its fault."""
 
 import gzip
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,7 @@ from service.core.data_files.text_files import read_lines, read_text
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
 @pytest.mark.parametrize("suffix", [".txt", ".txt.gz"])
-def test_byte_order_marks(tmp_path: Path, encoding: str, suffix: str) -> None:
+def test_byte_order_marks(tmp_path, encoding, suffix):
     """They are no part of the first line, also of a corpus; line ends stay where the whole text is read."""
     content = "café\r\nb\n".encode(encoding)
     path = tmp_path / f"a{suffix}"
@@ -23,7 +22,7 @@ def test_byte_order_marks(tmp_path: Path, encoding: str, suffix: str) -> None:
     assert list(corpus.documents([path])) == [["café", "b"]]
 
 
-def test_the_place_of_a_wrong_byte(tmp_path: Path) -> None:
+def test_the_place_of_a_wrong_byte(tmp_path):
     """The column counts characters, behind a byte order mark, too; a compressed file is no exception."""
     content = b"\xef\xbb\xbfcaf\xc3\xa9 \xfc\n"
     (tmp_path / "a.txt").write_bytes(content)
@@ -35,7 +34,7 @@ def test_the_place_of_a_wrong_byte(tmp_path: Path) -> None:
             list(read_lines(tmp_path / name))
 
 
-def test_a_damaged_utf_16_file(tmp_path: Path) -> None:
+def test_a_damaged_utf_16_file(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xff\xfea")
     with pytest.raises(DataError, match=r"a\.txt: begins as UTF-16 and is none"):
         read_text(tmp_path / "a.txt")

@@ -2,7 +2,6 @@
 
 import re
 from html.parser import HTMLParser
-from pathlib import Path
 
 import matplotlib.figure
 import pytest
@@ -32,7 +31,7 @@ class Text(HTMLParser):
         self.parts.append(data)
 
 
-def test_texts_are_escaped(tmp_path: Path) -> None:
+def test_texts_are_escaped(tmp_path):
     """Titles, cells, facts, remarks and descriptions are text, whatever they contain."""
     figure = matplotlib.figure.Figure(figsize=(1, 1))
     body = "".join(
@@ -53,7 +52,7 @@ def test_texts_are_escaped(tmp_path: Path) -> None:
     assert not EXTERNAL.search(document)
 
 
-def test_sections_are_added_later(tmp_path: Path) -> None:
+def test_sections_are_added_later(tmp_path):
     """A stored report gets another section, or a new one in the place of the old."""
     report = Report("run")
     report.add(Section("curves", "Curves", "one"))
@@ -70,14 +69,14 @@ def test_sections_are_added_later(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", '{"title": "a", "sections": [{}]}'])
-def test_no_report(tmp_path: Path, content: str | None) -> None:
+def test_no_report(tmp_path, content):
     """A directory without a report, or with a damaged one, has none."""
     if content is not None:
         (tmp_path / "report.json").write_text(content)
     assert Report.read(tmp_path) is None
 
 
-def test_numbers_are_aligned() -> None:
+def test_numbers_are_aligned():
     """A column of numbers is one; a column with a text is not."""
     found = page.table(["a", "b"], [[1, "x"], [12345, 2.0]])
     assert '<td class="number">12,345</td><td>2.0000</td>' in found

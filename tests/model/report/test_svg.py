@@ -19,7 +19,7 @@ from model.training.calibration import Bin
         (-3, 4000, [-2000, 0, 2000, 4000]),
     ],
 )
-def test_ticks(low: float, high: float, expected: list[float]) -> None:
+def test_ticks(low, high, expected):
     """Ticks are round and cover the range, also one of a single value."""
     assert expected == pytest.approx(svg.ticks(low, high))
 
@@ -35,12 +35,12 @@ def test_ticks(low: float, high: float, expected: list[float]) -> None:
         (2e7, "2e+07"),
     ],
 )
-def test_numbers(value: float, expected: str) -> None:
+def test_numbers(value, expected):
     """Numbers are short."""
     assert expected == svg.show(value)
 
 
-def test_lines() -> None:
+def test_lines():
     """Every point is inside of the chart, and lines have names where there are several."""
     chart = svg.line_chart({"a < b": [(0, 1.0), (100, 3.0)], "c": [(50, float("nan")), (60, 2.0)]})
 
@@ -56,13 +56,13 @@ def test_lines() -> None:
     assert re.findall(r"<text[^>]*>([^<]+)<", picture)[:5] == ["1", "1.5", "2", "2.5", "3"]
 
 
-def test_nothing_to_draw() -> None:
+def test_nothing_to_draw():
     """A chart without a finite value is empty."""
     assert "" == svg.line_chart({}) == svg.line_chart({"a": [(0, float("inf"))]})
     assert "<polyline" in svg.line_chart({"a": [(3, 1.0)]})
 
 
-def test_reliability() -> None:
+def test_reliability():
     """A circle for each bin, larger for more answers."""
     chart = svg.reliability_chart({"as trained": [Bin(0.5, 0.4, 10), Bin(0.95, 0.9, 90)]})
     radii = [float(r) for r in re.findall(r'r="([\d.]+)"', chart)]

@@ -81,7 +81,7 @@ def both(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> 
     return output
 
 
-def test_two_are_as_one(alone: Path, both: Path) -> None:
+def test_two_are_as_one(alone, both):
     """Two processes have the losses of one with the same batches, uneven shares and all."""
     assert len(losses(both)) == STEPS
     said = (both / "said.txt").read_text()
@@ -92,7 +92,7 @@ def test_two_are_as_one(alone: Path, both: Path) -> None:
         torch.testing.assert_close(last(both)["model"][name], tensor, rtol=0, atol=2e-4)
 
 
-def test_two_of_electra(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_two_of_electra(settings, tmp_path):
     """Each process draws the replaced tokens for itself, so that the losses are nearly those of one."""
     own = {**settings, "family": "electra"}
     run(tmp_path / "alone", own)
@@ -119,7 +119,7 @@ print(f"{layer.weight.grad.tolist()} {unused.weight.grad} {among > alone} {threa
 """
 
 
-def test_nothing_is_left_of_a_meeting(tmp_path: Path) -> None:
+def test_nothing_is_left_of_a_meeting(tmp_path):
     """Gradients are added up, and the threads that did it are gone: one that outlives Python may abort it."""
     script = tmp_path / "meet.py"
     script.write_text(MEET)
@@ -127,15 +127,13 @@ def test_nothing_is_left_of_a_meeting(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bite", [48, 1])  # and never less than a sample
-def test_small_bites(settings: dict[str, Any], alone: Path, tmp_path: Path, bite: int) -> None:
+def test_small_bites(settings, alone, tmp_path, bite):
     """A step's gradients can be summed from parts: the losses equal the losses of the whole."""
     run(tmp_path / "parts", {**settings, "micro_batch_tokens": bite})
     assert losses(tmp_path / "parts") == pytest.approx(losses(alone), rel=2e-5)
 
 
-def test_one_is_killed_and_one_is_signaled(
-    settings: dict[str, Any], both: Path, tmp_path: Path
-) -> None:
+def test_one_is_killed_and_one_is_signaled(settings, both, tmp_path):
     """A killed process ends the run with an error; a signal to one stops both after the same step, which is saved.
 
     Each time the same command resumes the run, which ends with the losses of an uninterrupted one.
@@ -143,7 +141,7 @@ def test_one_is_killed_and_one_is_signaled(
     parts, script = tmp_path / "parts", tmp_path / "signaled.py"
     script.write_text(SIGNALED)
 
-    def resume(step: int, number: int, code: int) -> str:
+    def resume(step, number, code):
         given = ["model.pretrain", str(step), str(number), *options(parts, settings)]
         return finish(start(str(script), *given), code)
 
@@ -156,7 +154,7 @@ def test_one_is_killed_and_one_is_signaled(
     assert losses(parts) == losses(both)
 
 
-def test_too_many(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_too_many(settings, tmp_path):
     """Steps with fewer samples than there are processes are refused."""
     few = {**settings, "batch_tokens": 16, "phases": [[1, 16]]}
     said = finish(start("-m", "model.pretrain", *options(tmp_path / "run", few)), 1)

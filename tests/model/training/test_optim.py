@@ -13,7 +13,7 @@ from model.training import optim
 from tests.model.helpers import shape
 
 
-def test_decay_groups() -> None:
+def test_decay_groups():
     """Every parameter is in one group: matrices decay, biases and norms do not."""
     model = Pretraining(shape())
 
@@ -28,7 +28,7 @@ def test_decay_groups() -> None:
     assert not names
 
 
-def test_decay_works() -> None:
+def test_decay_works():
     """A step without gradients shrinks matrices by rate times decay, and nothing else."""
     layer = nn.Linear(3, 3)
     before = {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
@@ -58,7 +58,7 @@ class Dtypes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kind", optim.OPTIMIZERS)
-def test_own_rate_of_heads(kind: str) -> None:
+def test_own_rate_of_heads(kind):
     """Heads may have a learning rate of their own, which follows the same schedule."""
     model = nn.ModuleDict({"encoder": nn.Linear(3, 3), "heads": nn.Linear(3, 3)})
     named = [("encoder.layers.0.weight", nn.Parameter(torch.ones(3, 3))), *model.named_parameters()]
@@ -72,7 +72,7 @@ def test_own_rate_of_heads(kind: str) -> None:
     assert {rates[id(p)] for p in model["heads"].parameters()} == {0.2}
 
 
-def test_muon() -> None:
+def test_muon():
     """Muon takes the matrices of the layers, AdamW all else, and both follow one schedule."""
     model = Pretraining(shape())
 
@@ -90,9 +90,7 @@ def test_muon() -> None:
 
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
-def test_muon_is_torchs_in_the_precision_that_is_fast(
-    monkeypatch: pytest.MonkeyPatch, precision: torch.dtype
-) -> None:
+def test_muon_is_torchs_in_the_precision_that_is_fast(monkeypatch, precision):
     """Torch's takes bfloat16 whatever the CPU; ours does where that is fast, and then steps as torch's, bit for bit."""
     monkeypatch.setattr(optim, "best_precision", lambda device: precision)
     torch.manual_seed(0)
@@ -122,7 +120,7 @@ def test_muon_is_torchs_in_the_precision_that_is_fast(
         )
 
 
-def test_frozen_parameters_are_left_out() -> None:
+def test_frozen_parameters_are_left_out():
     """Parameters that need no gradient are not the optimiser's."""
     layer = nn.Linear(3, 3)
     layer.weight.requires_grad_(False)
@@ -133,14 +131,14 @@ def test_frozen_parameters_are_left_out() -> None:
     assert [id(parameter) for parameter in found] == [id(layer.bias)]
 
 
-def test_linear_schedule() -> None:
+def test_linear_schedule():
     """The rate rises over the warm-up to its peak and falls in a line to almost nothing."""
     rates = [optim.linear_schedule(step, 12, 1 / 3) for step in range(13)]
 
     assert rates == [0.25, 0.5, 0.75, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8, 0]
 
 
-def test_a_rate_that_is_held() -> None:
+def test_a_rate_that_is_held():
     """Half of the steps after the warm-up have the peak rate, and more steps change none of those."""
     rates = [optim.linear_schedule(step, 10, 0.2, hold=0.5) for step in range(11)]
     longer = [optim.linear_schedule(step, 20, 0.1, hold=0.5) for step in range(11)]
@@ -153,7 +151,7 @@ def test_a_rate_that_is_held() -> None:
 @pytest.mark.parametrize("steps", [1, 2, 3, 100])
 @pytest.mark.parametrize("warmup", [0.0, 0.05, 0.5, 1.0])
 @pytest.mark.parametrize("hold", [0.0, 0.5, 1.0])
-def test_schedule_stays_within_bounds(steps: int, warmup: float, hold: float) -> None:
+def test_schedule_stays_within_bounds(steps, warmup, hold):
     """Whatever the warm-up, every step has a rate above zero and none above the peak."""
     rates = [optim.linear_schedule(step, steps, warmup, hold) for step in range(steps)]
 
@@ -161,7 +159,7 @@ def test_schedule_stays_within_bounds(steps: int, warmup: float, hold: float) ->
     assert min(rates) > 0
 
 
-def test_heard_more_and_more() -> None:
+def test_heard_more_and_more():
     """From the share that was asked for to every step; each step takes the next batch or none."""
     heard = [optim.scheduled_steps(step, 1000, 0.2) for step in range(1001)]
     turns = [after - before for before, after in itertools.pairwise(heard)]
@@ -173,7 +171,7 @@ def test_heard_more_and_more() -> None:
     assert [optim.scheduled_steps(step, 1000, 1.0) for step in range(1001)] == [*range(1001)]
 
 
-def test_set_lr() -> None:
+def test_set_lr():
     """Setting the rate sets it for every group."""
     optimizer = optim.adamw(nn.Linear(3, 3).named_parameters(), 1e-3, 0.1, (0.9, 0.98))
 
@@ -190,9 +188,7 @@ def test_set_lr() -> None:
         (False, True, torch.bfloat16),
     ],
 )
-def test_precision_by_capability(
-    monkeypatch: pytest.MonkeyPatch, avx512: bool, amx: bool, dtype: torch.dtype
-) -> None:
+def test_precision_by_capability(monkeypatch, avx512, amx, dtype):
     """A CPU computes in bfloat16 only if it has units that multiply in it."""
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
@@ -203,19 +199,17 @@ def test_precision_by_capability(
 @pytest.mark.parametrize(
     ("capability", "dtype"), [((7, 5), torch.float32), ((8, 0), torch.bfloat16)]
 )
-def test_precision_of_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype
-) -> None:
+def test_precision_of_a_gpu(monkeypatch, capability, dtype):
     """A GPU computes in bfloat16 from Ampere on."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
 
     assert optim.best_precision(torch.device("cuda")) is dtype
 
 
-def test_dropout_follows_seed_and_step() -> None:
+def test_dropout_follows_seed_and_step():
     """Random numbers of a step are the same in each run, and differ between steps and seeds."""
 
-    def drawn(seed: int, step: int) -> float:
+    def drawn(seed, step):
         optim.seed_dropout(seed, step)
         return torch.rand(()).item()
 
@@ -223,7 +217,7 @@ def test_dropout_follows_seed_and_step() -> None:
     assert len({drawn(1, 2), drawn(1, 3), drawn(2, 2)}) == 3
 
 
-def test_steep_losses_weigh_no_more() -> None:
+def test_steep_losses_weigh_no_more():
     """The part of each loss in the shared encoder has the requested norm; other parts are scaled with it."""
     trunk, first, second = parameters = [nn.Parameter(torch.ones(2)) for _ in range(3)]
 
@@ -234,7 +228,7 @@ def test_steep_losses_weigh_no_more() -> None:
         torch.testing.assert_close(parameter.grad, torch.tensor(wanted))
 
 
-def test_flat_losses_add_nothing() -> None:
+def test_flat_losses_add_nothing():
     """Where a loss has no slope there is no direction to go."""
     trunk = nn.Parameter(torch.ones(2))
 
@@ -244,7 +238,7 @@ def test_flat_losses_add_nothing() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_broken_loss(value: float) -> None:
+def test_broken_loss(value):
     """A loss that is not finite stops the run, naming the step."""
     optim.check_finite(1.0, step=6)
 

@@ -56,28 +56,28 @@ def refusal(settings: Settings) -> str:
     return str(refused.value)
 
 
-def test_the_same_run_continues(settings: Settings) -> None:
+def test_the_same_run_continues(settings):
     check_output(settings)
 
 
 @pytest.mark.parametrize("change", [{"steps": 9}, {"save_every": 3}])
-def test_settings_that_may_change(settings: Settings, change: dict[str, Any]) -> None:
+def test_settings_that_may_change(settings, change):
     """The length of the run, and how often it is saved."""
     check_output(replace(settings, **change))
 
 
-def test_a_moved_file_is_the_same(settings: Settings, data: Path) -> None:
+def test_a_moved_file_is_the_same(settings, data):
     """Files are compared by their content."""
     moved = data.rename(data.with_name("b.csv"))
     check_output(replace(settings, heads={"topic": Head(train=[str(moved)])}))
 
 
-def test_a_moved_run_is_the_same(settings: Settings, tmp_path: Path) -> None:
+def test_a_moved_run_is_the_same(settings, tmp_path):
     shutil.move(settings.output, tmp_path / "moved")
     check_output(replace(settings, output=str(tmp_path / "moved")))
 
 
-def test_other_settings_are_named_with_what_to_do(settings: Settings) -> None:
+def test_other_settings_are_named_with_what_to_do(settings):
     """One line has every difference, the old values, and the ways on."""
     other = replace(settings, lr=0.5, heads={"topic": replace(settings.heads["topic"], weight=2.0)})
     assert refusal(other) == (
@@ -87,27 +87,27 @@ def test_other_settings_are_named_with_what_to_do(settings: Settings) -> None:
     )
 
 
-def test_other_data_is_named(settings: Settings, data: Path) -> None:
+def test_other_data_is_named(settings, data):
     """A file with another content has both checksums."""
     data.write_text("text,label\na,y\n")
     assert f"heads.topic.train: {data} has changed: SHA-256 " in refusal(settings)
 
 
-def test_another_file_is_named(settings: Settings, data: Path) -> None:
+def test_another_file_is_named(settings, data):
     other = data.with_name("b.csv")
     other.write_text("text,label\nb,x\n")
     found = refusal(replace(settings, heads={"topic": Head(train=[str(other)])}))
     assert f"heads.topic.train: {other} (was {data})" in found
 
 
-def test_other_columns_of_a_file_are_other_data(settings: Settings, data: Path) -> None:
+def test_other_columns_of_a_file_are_other_data(settings, data):
     found = refusal(
         replace(settings, heads={"topic": Head(train=[f"{data}?text=label&label=text"])})
     )
     assert f"heads.topic.train: {data}?text=label&label=text (was {data})" in found
 
 
-def test_other_heads_are_named_once(settings: Settings) -> None:
+def test_other_heads_are_named_once(settings):
     """Their settings are not listed in addition; the order of heads counts."""
     head = settings.heads["topic"]
     found = refusal(replace(settings, heads={"mood": head, "topic": head}))
@@ -115,14 +115,14 @@ def test_other_heads_are_named_once(settings: Settings) -> None:
     assert "weight" not in found
 
 
-def test_an_entry_of_a_table_is_named(settings: Settings, data: Path) -> None:
+def test_an_entry_of_a_table_is_named(settings, data):
     head = Head(train=[str(data)], label_map={"x": "y"})
     assert 'heads.topic.label_map.x: "y" (was unset)' in refusal(
         replace(settings, heads={"topic": head})
     )
 
 
-def test_settings_that_an_older_version_did_not_have(settings: Settings) -> None:
+def test_settings_that_an_older_version_did_not_have(settings):
     """They count as defaults, and settings that no longer exist are ignored."""
     path = Path(settings.output) / "record.json"
     document = json.loads(path.read_text())
@@ -133,7 +133,7 @@ def test_settings_that_an_older_version_did_not_have(settings: Settings) -> None
     assert "lr: 0.5 (was 0.1)" in refusal(replace(settings, lr=0.5))
 
 
-def test_settings_are_compared_as_they_are_given(settings: Settings) -> None:
+def test_settings_are_compared_as_they_are_given(settings):
     """A value that a run chooses for an unset setting, such as one that depends on the steps, is no difference."""
     unset = replace(settings, lr=None)
     record = RunRecord.of(unset)
@@ -145,17 +145,17 @@ def test_settings_are_compared_as_they_are_given(settings: Settings) -> None:
     assert written["lr"] == 0.2
 
 
-def test_nothing_is_compared_before_a_run_is_saved(settings: Settings) -> None:
+def test_nothing_is_compared_before_a_run_is_saved(settings):
     """A run that ended before its first save has nothing to lose."""
     (Path(settings.output) / "last.pt").unlink()
     check_output(replace(settings, lr=0.5))
 
 
-def test_fresh_runs_are_not_compared(settings: Settings) -> None:
+def test_fresh_runs_are_not_compared(settings):
     check_output(replace(settings, lr=0.5, fresh=True))
 
 
-def test_only_a_runs_own_files_are_deleted(settings: Settings) -> None:
+def test_only_a_runs_own_files_are_deleted(settings):
     folder = Path(settings.output)
     (folder / "notes.txt").touch()
     (folder / "checkpoint").mkdir()
@@ -163,7 +163,7 @@ def test_only_a_runs_own_files_are_deleted(settings: Settings) -> None:
     assert [path.name for path in folder.iterdir()] == ["notes.txt"]
 
 
-def test_a_checkpoint_has_what_made_it(settings: Settings, tmp_path: Path, data: Path) -> None:
+def test_a_checkpoint_has_what_made_it(settings, tmp_path, data):
     RunRecord.of(settings).write_to_checkpoint(tmp_path, 3, replace(settings, lr=0.1))
     document = json.loads((tmp_path / "training_settings.json").read_text())
     assert document["step"] == 3

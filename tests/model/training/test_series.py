@@ -3,7 +3,7 @@
 from model.training.series import MOST_POINTS, Series
 
 
-def test_a_short_run_is_exact() -> None:
+def test_a_short_run_is_exact():
     """Fewer values than points are kept as they are."""
     series = Series()
     for step in range(MOST_POINTS - 1):
@@ -12,7 +12,7 @@ def test_a_short_run_is_exact() -> None:
     assert [(step, float(step)) for step in range(MOST_POINTS - 1)] == series.points
 
 
-def test_a_long_run_is_bounded() -> None:
+def test_a_long_run_is_bounded():
     """A series keeps a bounded number of means, and the mean of all values, also after it is restored."""
     series = Series()
     for step in range(8 * MOST_POINTS):

@@ -9,9 +9,7 @@ from model.training.stop_signals import StoppedRun, StopSignals
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_is_recorded(
-    number: signal.Signals, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_signal_is_recorded(number, capfd):
     """It is announced, and afterwards both signals are handled as before."""
     before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     with StopSignals() as signals:
@@ -31,15 +29,15 @@ def interrupting() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interrupting")
-def test_the_second_signal_interrupts() -> None:
+def test_the_second_signal_interrupts():
     with StopSignals():
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 
 
-def test_a_signal_that_arrives_while_processes_agree_counts_the_next_time() -> None:
-    def total(values: dict[str, float]) -> dict[str, float]:
+def test_a_signal_that_arrives_while_processes_agree_counts_the_next_time():
+    def total(values):
         if not signals.received:
             signal.raise_signal(signal.SIGTERM)
         return values
@@ -49,13 +47,13 @@ def test_a_signal_that_arrives_while_processes_agree_counts_the_next_time() -> N
         assert signals.received_by_any(total) == signal.SIGTERM
 
 
-def test_a_signal_to_another_process_counts() -> None:
+def test_a_signal_to_another_process_counts():
     with StopSignals() as signals:
         assert signals.received_by_any(lambda values: {**values, "2": 1.0}) == signal.SIGINT
         assert signals.received == 0
 
 
-def test_nothing_is_left_of_a_run_without_signals() -> None:
+def test_nothing_is_left_of_a_run_without_signals():
     before = signal.getsignal(signal.SIGTERM)
     with StopSignals():
         assert signal.getsignal(signal.SIGTERM) != before
@@ -63,5 +61,5 @@ def test_nothing_is_left_of_a_run_without_signals() -> None:
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_exit_statuses(number: signal.Signals, status: int) -> None:
+def test_exit_statuses(number, status):
     assert StoppedRun(number).code == status

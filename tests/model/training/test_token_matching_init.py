@@ -34,7 +34,7 @@ def first_maps(encoder: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("model_type", ["modernbert", "nomic_bert"])
-def test_half_of_the_heads_look_at_equal_tokens(model_type: str) -> None:
+def test_half_of_the_heads_look_at_equal_tokens(model_type):
     """At where the same token stands, far away, more than at any other; the other heads are as before."""
     encoder = encoder_of(model_type)
     before = first_maps(encoder)
@@ -49,7 +49,7 @@ def test_half_of_the_heads_look_at_equal_tokens(model_type: str) -> None:
     torch.testing.assert_close(after[half:], before[half:])
 
 
-def test_values_and_later_layers_stay() -> None:
+def test_values_and_later_layers_stay():
     """It changes the selected matrices, in the selected layers; the seed decides how."""
     encoders = [encoder_of("nomic_bert") for _ in range(4)]
     for encoder, seed in zip(encoders[1:], (1, 1, 2), strict=True):
@@ -80,16 +80,14 @@ def test_values_and_later_layers_stay() -> None:
         ("albert", 1, {}),
     ],
 )
-def test_an_encoder_that_cannot_is_refused(
-    model_type: str, layers: int, fields: dict[str, Any]
-) -> None:
+def test_an_encoder_that_cannot_is_refused(model_type, layers, fields):
     """One that has fewer layers, a single head, nothing that hardly turns, or does not rotate at all."""
     encoder = encoder_of(model_type, **fields)
     with pytest.raises(ValueError, match=rf"layer {layers} of this {model_type} has no heads that"):
         init_token_matching(encoder, layers, seed=1)
 
 
-def test_missing_layers_are_not_captured() -> None:
+def test_missing_layers_are_not_captured():
     """Any family may have none."""
     encoder = encoder_of("bert")
     init_token_matching(encoder, 0, seed=1)

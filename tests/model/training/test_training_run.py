@@ -46,7 +46,7 @@ def settings(tmp_path: Path) -> Settings:
 
 
 class TestRun:
-    def test_writes_its_settings(self, settings: Settings) -> None:
+    def test_writes_its_settings(self, settings):
         """A run that begins has its directory, and what was asked for in it."""
         with TrainingRun.open(settings.output, settings.steps, settings) as training_run:
             training_run.resume(*trained(1))
@@ -54,7 +54,7 @@ class TestRun:
                 settings
             )
 
-    def test_a_longer_run(self, settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_longer_run(self, settings, capsys):
         """More steps continue the run, which reports both numbers and has the settings of the longer one."""
         layer, optimizer = trained(1)
         with TrainingRun.open(settings.output, 5, settings) as training_run:
@@ -67,7 +67,7 @@ class TestRun:
         assert "at step 5, now to step 8 instead of 5" in capsys.readouterr().out
         assert json.loads((again.output / "settings.json").read_text()) == recorded(longer)
 
-    def test_a_run_that_is_already_longer(self, settings: Settings) -> None:
+    def test_a_run_that_is_already_longer(self, settings):
         """Fewer steps than are done are refused; the old settings stay."""
         layer, optimizer = trained(1)
         with TrainingRun.open(settings.output, 5, settings) as training_run:
@@ -81,12 +81,12 @@ class TestRun:
 
         assert json.loads((again.output / "settings.json").read_text()) == recorded(settings)
 
-    def test_first_time(self, settings: Settings) -> None:
+    def test_first_time(self, settings):
         """A run that never saved starts at step 0."""
         with TrainingRun.open(settings.output, settings.steps, settings) as training_run:
             assert training_run.resume(*trained(1)) == {"step": 0}
 
-    def test_resumes(self, settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_resumes(self, settings, capsys):
         """A resumed run has the model, the optimiser, the history and the rest that was saved."""
         layer, optimizer = trained(1)
         with TrainingRun.open(settings.output, settings.steps, settings) as training_run:
@@ -107,7 +107,7 @@ class TestRun:
         assert torch.equal(loaded[0]["exp_avg_sq"], kept[0]["exp_avg_sq"])
         assert "resuming" in capsys.readouterr().out
 
-    def test_time_left(self, monkeypatch: pytest.MonkeyPatch, settings: Settings) -> None:
+    def test_time_left(self, monkeypatch, settings):
         """Is what the steps to come will take, at the pace of those that this process took."""
         now = iter([0.0, *(60.0,) * 9])
         monkeypatch.setattr(training_run.time, "monotonic", lambda: next(now))
@@ -119,13 +119,11 @@ class TestRun:
 
             assert later.seconds_left(3) == pytest.approx(60 * 4 / 2)
 
-    def test_a_crash_leaves_the_old(
-        self, monkeypatch: pytest.MonkeyPatch, settings: Settings
-    ) -> None:
+    def test_a_crash_leaves_the_old(self, monkeypatch, settings):
         """A crash in the middle of saving leaves what was saved before."""
         layer, optimizer = trained(1)
 
-        def crash(state: object, path: Path) -> None:
+        def crash(state, path):
             path.write_bytes(b"half")
             raise OSError("disk full")
 
@@ -137,7 +135,7 @@ class TestRun:
 
             assert first.resume(layer, optimizer)["step"] == 3
 
-    def test_scalars(self, settings: Settings) -> None:
+    def test_scalars(self, settings):
         """Losses by name, the learning rate and what else was measured go to TensorBoard."""
         with TrainingRun.open(settings.output, settings.steps, settings) as training_run:
             training_run.step(0, {"loss": 3.0, "mlm": 2.5}, 10, lr=0.25)
@@ -155,12 +153,7 @@ class TestRun:
             "held/mlm": 2.0,
         }
 
-    def test_progress_without_a_terminal(
-        self,
-        settings: Settings,
-        capsys: pytest.CaptureFixture[str],
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
+    def test_progress_without_a_terminal(self, settings, capsys, monkeypatch):
         """Without a terminal there is a line every ten seconds, however long a step takes."""
         seconds = 0.0
         monkeypatch.setattr(training_run.time, "monotonic", lambda: seconds)
@@ -175,7 +168,7 @@ class TestRun:
         assert lines[0] == "step 20/100  loss 2.000  20 tokens/s  1 min left"
         assert lines[1].startswith("step 40/100  loss 0.020")  # of recent steps
 
-    def test_evaluations(self, settings: Settings, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_evaluations(self, settings, capsys):
         """An evaluation is a line that people can read, and its metrics are kept with the run."""
         with TrainingRun.open(settings.output, 470, settings) as later:
             scalars = {"dev/mood": 0.91333, "dev/mood/macro_f1": 0.88512}
@@ -188,9 +181,7 @@ class TestRun:
         assert [(93, 0.88512)] == later.series["dev/mood/macro_f1"].points
 
     @pytest.mark.parametrize("fresh", [False, True])
-    def test_stop(
-        self, settings: Settings, capsys: pytest.CaptureFixture[str], fresh: bool
-    ) -> None:
+    def test_stop(self, settings, capsys, fresh):
         """A stopped run has a picture of its loss, and reports which command resumes it."""
         settings.fresh = fresh
         with TrainingRun.open(settings.output, 5, settings) as stopped:
@@ -205,7 +196,7 @@ class TestRun:
         assert said in capsys.readouterr().out
         assert imread(stopped.output / "loss.png").std() > 0
 
-    def test_finish(self, settings: Settings) -> None:
+    def test_finish(self, settings):
         """A finished run has its metrics and a picture of its loss."""
         with TrainingRun.open(settings.output, settings.steps, settings) as training_run:
             for step in range(5):

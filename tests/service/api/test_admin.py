@@ -7,7 +7,6 @@ import httpx
 import pytest
 
 from service.engines.commands import (
-    Command,
     ListModels,
     LoadModel,
     PromoteModel,
@@ -16,7 +15,6 @@ from service.engines.commands import (
 )
 from service.errors import BadBundle, Conflict
 from service.keys import Key, digest, make_key
-from tests.service.fakes import FakeEngine, FakeEngines
 
 
 @pytest.fixture
@@ -59,14 +57,7 @@ async def admin(client_with: Callable[..., Any]) -> AsyncIterator[httpx.AsyncCli
         ("POST", "/a/rollback", None, RollBackModel(model="a", by="ops")),
     ],
 )
-async def test_requests_become_commands(
-    admin: httpx.AsyncClient,
-    engines: FakeEngines,
-    method: str,
-    path: str,
-    body: object,
-    command: Command,
-) -> None:
+async def test_requests_become_commands(admin, engines, method, path, body, command):
     """Each request becomes one command with all its fields, and the response is the command's result."""
     content = {} if body is None else {"json": body}
     response = await admin.request(method, f"/admin/models{path}", **content)
@@ -85,9 +76,7 @@ async def test_requests_become_commands(
         ("", [], None),
     ],
 )
-async def test_what_makes_no_sense_is_refused(
-    admin: httpx.AsyncClient, engines: FakeEngines, path: str, body: object, param: str | None
-) -> None:
+async def test_what_makes_no_sense_is_refused(admin, engines, path, body, param):
     """Nothing is done of what is not understood."""
     response = await admin.post(f"/admin/models{path}", json=body)
     error = response.json()["error"]
@@ -104,9 +93,7 @@ async def test_what_makes_no_sense_is_refused(
         ("GET", "/a@1/promote", "POST"),
     ],
 )
-async def test_a_path_allows_what_any_of_its_routes_does(
-    admin: httpx.AsyncClient, method: str, path: str, allow: str
-) -> None:
+async def test_a_path_allows_what_any_of_its_routes_does(admin, method, path, allow):
     """Not only the first of them."""
     response = await admin.request(method, f"/admin/models{path}")
     assert (405, allow) == (response.status_code, response.headers["Allow"])
@@ -120,9 +107,7 @@ async def in_chunks() -> AsyncIterator[bytes]:
 @pytest.mark.parametrize(
     "body", [b'{"max_changed": 0.01}', in_chunks()], ids=["length", "in-chunks"]
 )
-async def test_a_body_of_no_type_is_not_passed_over(
-    admin: httpx.AsyncClient, engines: FakeEngines, body: bytes | AsyncIterator[bytes]
-) -> None:
+async def test_a_body_of_no_type_is_not_passed_over(admin, engines, body):
     """It may hold what keeps a version from being promoted."""
     response = await admin.post("/admin/models/a@1/promote", content=body)
     error = response.json()["error"]
@@ -131,18 +116,14 @@ async def test_a_body_of_no_type_is_not_passed_over(
 
 
 @pytest.mark.parametrize("error", [Conflict("no"), BadBundle("no")], ids=["conflict", "bad"])
-async def test_refusals_come_through(
-    admin: httpx.AsyncClient, engine: FakeEngine, error: Conflict | BadBundle
-) -> None:
+async def test_refusals_come_through(admin, engine, error):
     """With their status, code and reason."""
     engine.error = error
     response = await admin.post("/admin/models", json={"path": "a"})
     assert (error.status, error.body) == (response.status_code, response.json())
 
 
-async def test_without_keys_there_is_no_administration(
-    client: httpx.AsyncClient, engines: FakeEngines
-) -> None:
+async def test_without_keys_there_is_no_administration(client, engines):
     """Without keys, every client may send inference requests, and none may change the models."""
     response = await client.post("/admin/models", json={"path": "a"})
     assert (403, "forbidden") == (response.status_code, response.json()["error"]["code"])

@@ -2,16 +2,12 @@ import asyncio
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from pathlib import Path
-from typing import Any
+from contextlib import asynccontextmanager, suppress
 
 import httpx
 import pytest
 from fastapi import FastAPI
 from starlette.types import Message
-from structlog.typing import EventDict
 
 from service.api.app import PAGES, create_app
 from service.core.bundle import BundleError
@@ -19,9 +15,7 @@ from service.observability.metrics import Metrics
 from service.settings import Settings
 from service.shutdown import Stage
 from tests.service.conftest import living
-from tests.service.fakes import FakeEngine, FakeEngines
-
-Connect = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
+from tests.service.fakes import FakeEngine
 
 PAGE_FILES = sorted(path.name for path in PAGES.iterdir() if path.is_file())
 
@@ -42,7 +36,7 @@ async def live(app: FastAPI) -> list[Message]:
     return answers
 
 
-async def test_a_life_opens_and_closes_the_engines(engines: FakeEngines, app: FastAPI) -> None:
+async def test_a_life_opens_and_closes_the_engines(engines, app):
     """The engines are open between startup and shutdown."""
     answers = await live(app)
     assert [answer["type"] for answer in answers] == [
@@ -52,18 +46,18 @@ async def test_a_life_opens_and_closes_the_engines(engines: FakeEngines, app: Fa
     assert engines.closed
 
 
-async def test_what_was_opened_is_logged(app: FastAPI, lines: list[EventDict]) -> None:
+async def test_what_was_opened_is_logged(app, lines):
     """The log names each model and what it runs on."""
     await live(app)
     opened = {"event": "opened", "log_level": "info", "model": "tiny@1"}
     assert lines == [{**opened, "runs": FakeEngine.fingerprint}]
 
 
-async def test_a_failed_start_is_logged_in_one_line() -> None:
+async def test_a_failed_start_is_logged_in_one_line():
     """The server gets the reason, without a traceback."""
 
     @asynccontextmanager
-    async def fail(_: Settings) -> AsyncIterator[FakeEngines]:
+    async def fail(_):
         raise BundleError("bundles/x", "the bundle directory does not exist")
         yield
 
@@ -75,7 +69,7 @@ async def test_a_failed_start_is_logged_in_one_line() -> None:
     ]
 
 
-async def test_it_is_not_ready_before_it_starts(app: FastAPI) -> None:
+async def test_it_is_not_ready_before_it_starts(app):
     """Alive at once, ready only with its engines."""
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://quartet") as client:
@@ -86,7 +80,7 @@ async def test_it_is_not_ready_before_it_starts(app: FastAPI) -> None:
         assert (response.status_code, response.json()["error"]["code"]) == (503, "not_ready")
 
 
-async def test_it_is_unready_from_the_signal_on(client: httpx.AsyncClient, app: FastAPI) -> None:
+async def test_it_is_unready_from_the_signal_on(client, app):
     """While it drains, readiness is 503 and requests are answered."""
     app.state.service.shutdown.advance(Stage.DRAINING)
     ready = await client.get("/health/ready")
@@ -95,9 +89,7 @@ async def test_it_is_unready_from_the_signal_on(client: httpx.AsyncClient, app: 
     assert (await client.post("/classify", json={"inputs": "a"})).status_code == 200
 
 
-async def test_a_request_under_way_is_answered_while_draining(
-    client: httpx.AsyncClient, app: FastAPI, engine: FakeEngine
-) -> None:
+async def test_a_request_under_way_is_answered_while_draining(client, app, engine):
     """What was accepted is answered."""
     engine.hold = asyncio.Event()
     asking = asyncio.create_task(client.post("/classify", json={"inputs": "a"}))
@@ -108,13 +100,11 @@ async def test_a_request_under_way_is_answered_while_draining(
 
 
 @pytest.mark.parametrize("origins", [(), ("http://page",)], ids=["here", "elsewhere, too"])
-async def test_every_answer_passes_the_middleware(
-    engines: FakeEngines, origins: tuple[str, ...]
-) -> None:
+async def test_every_answer_passes_the_middleware(engines, origins):
     """Answers and refusals of tasks carry the request's id, and permit the page of an allowed origin."""
     app = create_app(Settings(cors_origins=origins), engines.open, Metrics())
     async with living(app) as client:
-        asked: dict[str, Any] = {"headers": {"Origin": "http://page"}, "json": {"inputs": "a"}}
+        asked = {"headers": {"Origin": "http://page"}, "json": {"inputs": "a"}}
         answers = [await client.post(path, **asked) for path in ("/classify", "/embed")]
         answers.append(await client.post("/classify", **{**asked, "json": {}}))
         assert [200, 200, 422] == [answer.status_code for answer in answers]
@@ -126,7 +116,7 @@ async def test_every_answer_passes_the_middleware(
 
 
 @pytest.mark.parametrize("path", ["/nothing", "/classify/", "/static/nothing", "/static/../app.py"])
-async def test_unknown_paths_are_not_found(client: httpx.AsyncClient, path: str) -> None:
+async def test_unknown_paths_are_not_found(client, path):
     """There are no redirects and no other shapes of error."""
     response = await client.get(path)
     assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found")
@@ -143,9 +133,7 @@ async def test_unknown_paths_are_not_found(client: httpx.AsyncClient, path: str)
         ("POST", "/static/app.js", "GET, HEAD"),
     ],
 )
-async def test_other_methods_are_not_allowed(
-    client: httpx.AsyncClient, method: str, path: str, allow: str
-) -> None:
+async def test_other_methods_are_not_allowed(client, method, path, allow):
     """A 405 names what is allowed."""
     response = await client.request(method, path)
     assert (response.status_code, response.headers["Allow"]) == (405, allow)
@@ -156,7 +144,7 @@ SWAGGER_UI = ("swagger-ui-bundle.js", "swagger-ui.css")
 STATIC = [f"/static/{name}" for name in (*PAGE_FILES, *SWAGGER_UI)]
 
 
-async def test_only_the_documentation_page_may_set_styles_inline(client: httpx.AsyncClient) -> None:
+async def test_only_the_documentation_page_may_set_styles_inline(client):
     """Swagger UI needs inline styles and data URLs of images; every other page is stricter."""
     policies = {
         path: (await client.get(path)).headers["Content-Security-Policy"]
@@ -170,7 +158,7 @@ async def test_only_the_documentation_page_may_set_styles_inline(client: httpx.A
 
 
 @pytest.mark.parametrize("path", ["/", "/docs", *STATIC])
-async def test_pages_may_load_nothing_from_outside(client: httpx.AsyncClient, path: str) -> None:
+async def test_pages_may_load_nothing_from_outside(client, path):
     """The service serves each page, and the page may load files from its own origin only."""
     response = await client.get(path)
     assert response.status_code == 200
@@ -200,14 +188,12 @@ async def test_pages_may_load_nothing_from_outside(client: httpx.AsyncClient, pa
         f"/static/{'a' * 300}",
     ],
 )
-async def test_no_path_leads_out_of_the_pages(app: FastAPI, path: str) -> None:
+async def test_no_path_leads_out_of_the_pages(app, path):
     """No path leads out, however it is written. Client libraries normalize paths, so these go straight to the app."""
     assert await get_status(app, path) == 404
 
 
-async def test_no_link_leads_out_of_the_pages(
-    app: FastAPI, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_no_link_leads_out_of_the_pages(app, monkeypatch, tmp_path):
     """A symbolic link that leads elsewhere is not followed."""
     pages = tmp_path / "pages"
     pages.mkdir()
@@ -236,7 +222,7 @@ async def get_status(app: FastAPI, path: str) -> int:
 
 
 @pytest.mark.parametrize("name", [name for name in PAGE_FILES if name.endswith(".html")])
-def test_pages_refer_to_nothing_outside(name: str) -> None:
+def test_pages_refer_to_nothing_outside(name):
     """Links are relative, so that a page also works behind a prefix."""
     text = (PAGES / name).read_text()
     links = re.findall(r'(?:href|src)="([^"#]*)"', text)
@@ -244,13 +230,13 @@ def test_pages_refer_to_nothing_outside(name: str) -> None:
     assert not [link for link in links if re.match(r"[a-z]+:|/", link)]
 
 
-async def test_an_unchanged_page_is_not_sent_again(client: httpx.AsyncClient) -> None:
+async def test_an_unchanged_page_is_not_sent_again(client):
     """A browser with the current page gets 304."""
     etag = (await client.get("/docs")).headers["ETag"]
     assert (await client.get("/docs", headers={"If-None-Match": etag})).status_code == 304
 
 
-def test_serving_needs_no_torch() -> None:
+def test_serving_needs_no_torch():
     """Importing the service loads nothing of the training side."""
     script = (
         "import sys, service.api.app, service.__main__\n"
@@ -273,7 +259,7 @@ KEYS = {"search": {"sha256": "a" * 64}}
 
 
 @pytest.mark.parametrize("settings", [{}, {"keys": KEYS}])
-async def test_pages_of_others_may_ask_nothing(client_with: Connect, settings: Any) -> None:
+async def test_pages_of_others_may_ask_nothing(client_with, settings):
     """Unless origins are named, no answer says that one may."""
     async with client_with(**settings) as client:
         answers = [
@@ -285,7 +271,7 @@ async def test_pages_of_others_may_ask_nothing(client_with: Connect, settings: A
     assert not {name for name in told if name.startswith("access-control-")}
 
 
-async def test_pages_of_named_origins_may_ask(client_with: Connect) -> None:
+async def test_pages_of_named_origins_may_ask(client_with):
     """Preflights need no key, and a page can read the responses, also refusals."""
     async with client_with(cors_origins=[ORIGIN], keys=KEYS) as client:
         preflight = await client.options("/embed", headers=PREFLIGHT)

@@ -1,16 +1,11 @@
 import gzip
 import threading
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 
-import httpx
 import pytest
 from starlette.responses import Response
 
 from service.api import compression
 from service.api.compression import SMALL, compress, prefers_gzip
-
-ClientWith = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
 
 MANY = {"inputs": ["a"] * 200}
 
@@ -39,17 +34,15 @@ MANY = {"inputs": ["a"] * 200}
         ("notgzip", False),
     ],
 )
-def test_weights_decide(header: str, expected: bool) -> None:
+def test_weights_decide(header, expected):
     """A client gets gzip if its header accepts gzip, at least as willingly as a body that is not compressed."""
     assert expected is prefers_gzip(header)
 
 
 @pytest.mark.parametrize("size", [SMALL, SMALL + 1])
-async def test_large_bodies_are_compressed_in_a_thread(
-    size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_large_bodies_are_compressed_in_a_thread(size, monkeypatch):
     """The event loop compresses small bodies only."""
-    threads: list[int] = []
+    threads = []
     pack = compression.pack
     monkeypatch.setattr(
         compression, "pack", lambda body: (threads.append(threading.get_ident()), pack(body))[1]
@@ -62,7 +55,7 @@ async def test_large_bodies_are_compressed_in_a_thread(
     assert (size <= SMALL) == (threads == [threading.get_ident()])
 
 
-async def test_what_does_not_shrink_stays() -> None:
+async def test_what_does_not_shrink_stays():
     """A body that gzip makes larger is sent as it is."""
     response = Response(b"ab")
     await compress(response, "gzip")
@@ -70,11 +63,11 @@ async def test_what_does_not_shrink_stays() -> None:
 
 
 @pytest.mark.parametrize("path", ["/embed", "/metrics"])
-async def test_a_large_answer_is_compressed(client_with: ClientWith, path: str) -> None:
+async def test_a_large_answer_is_compressed(client_with, path):
     """With the header, the answer is gzip of the same body; without it, the body is as it was. Both vary."""
     async with client_with(gzip_min_bytes=1024) as client:
 
-        async def answer(accept: str) -> tuple[httpx.Response, bytes]:
+        async def answer(accept):
             headers = {"Accept-Encoding": accept}
             given = {"json": MANY, "headers": headers} if path == "/embed" else {"headers": headers}
             method = "POST" if path == "/embed" else "GET"
@@ -101,9 +94,7 @@ async def test_a_large_answer_is_compressed(client_with: ClientWith, path: str) 
     ],
     ids=["small", "switched off", "lines"],
 )
-async def test_other_answers_are_not_compressed(
-    client_with: ClientWith, least: int, body: object, accept: str
-) -> None:
+async def test_other_answers_are_not_compressed(client_with, least, body, accept):
     """A small answer and a stream of lines are sent as they are; 0 compresses nothing."""
     async with client_with(gzip_min_bytes=least) as client:
         response = await client.post("/embed", json=body, headers={"Accept": accept})
@@ -111,7 +102,7 @@ async def test_other_answers_are_not_compressed(
     assert {"content-encoding", "vary"}.isdisjoint(response.headers)
 
 
-async def test_head_is_answered_like_get(client_with: ClientWith) -> None:
+async def test_head_is_answered_like_get(client_with):
     """HEAD has the headers of GET, also when the answer is compressed."""
     async with client_with(gzip_min_bytes=1024) as client:
         response = await client.head("/metrics", headers={"Accept-Encoding": "gzip"})
@@ -122,7 +113,7 @@ async def test_head_is_answered_like_get(client_with: ClientWith) -> None:
     )
 
 
-async def test_a_page_of_another_origin_gets_both_reasons_to_vary(client_with: ClientWith) -> None:
+async def test_a_page_of_another_origin_gets_both_reasons_to_vary(client_with):
     """`Vary` names the origin and the encoding."""
     async with client_with(gzip_min_bytes=1024, cors_origins="https://a.org") as client:
         response = await client.get("/metrics", headers={"Origin": "https://a.org"})

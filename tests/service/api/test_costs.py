@@ -253,13 +253,13 @@ def url(path: str) -> str:
     return path.replace("{model}", "tasks")
 
 
-async def test_every_route_is_here(service: Service) -> None:
+async def test_every_route_is_here(service):
     """A route with a body is in the table of this module, or computes nothing."""
     paths = service[0].openapi()["paths"].items()
     assert {path for path, methods in paths if "post" in methods} == BODIES.keys() | WITHOUT_TASK
 
 
-async def test_every_door_is_in_the_threat_model(service: Service) -> None:
+async def test_every_door_is_in_the_threat_model(service):
     """Each route and each call is in a row of the table of limits, and no cell of the table is empty."""
     page = THREATS.read_text(encoding="utf-8").partition("## Limits of each door")[2]
     rows = [
@@ -278,7 +278,7 @@ async def test_every_door_is_in_the_threat_model(service: Service) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_costs_are_declared(path: str, service: Service, spied: Spied) -> None:
+async def test_costs_are_declared(path, service, spied):
     """Each text of a request counts, and a long one is not tokenized in the event loop.
 
     An answer is at most as large as the engine expects, with the texts of the request that it repeats, and its frame.
@@ -294,7 +294,7 @@ async def test_costs_are_declared(path: str, service: Service, spied: Spied) -> 
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_answers_are_bounded(path: str, no_answers: Service) -> None:
+async def test_answers_are_bounded(path, no_answers):
     """Each request is refused where its answer is larger than a response may be."""
     for body in BODIES[path]:
         if "targets" not in str(body):
@@ -302,14 +302,12 @@ async def test_answers_are_bounded(path: str, no_answers: Service) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_large_answers_leave_the_event_loop(
-    path: str, service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_large_answers_leave_the_event_loop(path, service, monkeypatch):
     """The body of a response is made in a text thread if the engine expects a large one."""
     monkeypatch.setattr(engine_call, "LARGE_BYTES", 0)
     finish, threads = JsonResponse.finish, []
 
-    def finished(*arguments: Any, **options: Any) -> None:
+    def finished(*arguments, **options):
         threads.append(threading.current_thread().name)
         finish(*arguments, **options)
 
@@ -325,9 +323,7 @@ LINES = {"Accept": "application/x-ndjson"}
 @pytest.mark.parametrize(
     "path", ["/classify", "/ner", "/qa", "/embed-tokens", "/embed-sparse", "/fill-mask"]
 )
-async def test_lines_have_the_same_results(
-    path: str, service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_lines_have_the_same_results(path, service, monkeypatch):
     """A stream has the results of a whole response, also where its lines are written in pieces."""
     monkeypatch.setattr(ndjson, "LARGE_BYTES", 0)
     body = BODIES[path][0]
@@ -339,9 +335,7 @@ async def test_lines_have_the_same_results(
 
 
 @pytest.mark.parametrize("headers", [{}, LINES], ids=["whole", "lines"])
-async def test_weights_are_bounded_when_decoded(
-    headers: dict[str, str], no_answers: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_weights_are_bounded_when_decoded(headers, no_answers, monkeypatch):
     """How many weights are above 0 is known of the results only."""
     monkeypatch.setattr(sparse_embedding, "SCORED_BYTES", 0)
     reply = await no_answers[1].post("/embed-sparse", json={"inputs": TEXT}, headers=headers)
@@ -390,7 +384,7 @@ PRODUCTS = {
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-async def test_products_are_bounded(name: str, service: Service) -> None:
+async def test_products_are_bounded(name, service):
     """Fields whose product is large are refused together, though each of them is small enough."""
     path, body, message = PRODUCTS[name]
     reply = await service[1].post(path, json=body)
@@ -407,9 +401,7 @@ async def test_products_are_bounded(name: str, service: Service) -> None:
         ("/fill-mask", {"inputs": ["[MASK]"] * 8, "targets": ["a" + " " * 5000]}),
     ],
 )
-async def test_each_text_is_tokenized_once(
-    path: str, body: dict[str, Any], service: Service, spied: Spied
-) -> None:
+async def test_each_text_is_tokenized_once(path, body, service, spied):
     """However many texts it is compared with, and in however many parts."""
     await service[1].post(path, json=body)
     assert 5000 < spied.tokenizer.all <= len(json.dumps(body)) + 8 * len(TEMPLATE)
@@ -463,7 +455,7 @@ async def infer(channel: Any, body: dict[str, Any]) -> Any:
         return error
 
 
-async def test_every_call_is_here() -> None:
+async def test_every_call_is_here():
     """Of the calls of the protocol, one has a task."""
     pytest.importorskip("grpc")
     from service.api.dialects import open_inference_pb2 as messages
@@ -474,7 +466,7 @@ async def test_every_call_is_here() -> None:
     assert RPCS.keys() == {"ModelInfer"} | CALLS_WITHOUT_TASK
 
 
-async def test_costs_of_calls_are_declared(service: Service, spied: Spied) -> None:
+async def test_costs_of_calls_are_declared(service, spied):
     """Over gRPC, texts count and answers have a size as over HTTP."""
     async with channel_to(service[0]) as channel:
         for body in BODIES[INFER]:
@@ -486,7 +478,7 @@ async def test_costs_of_calls_are_declared(service: Service, spied: Spied) -> No
                     assert reply.ByteSize() <= sum(spied.answers) + 1024
 
 
-async def test_answers_of_calls_are_bounded(no_answers: Service) -> None:
+async def test_answers_of_calls_are_bounded(no_answers):
     """A call is refused where its answer is larger than a response may be."""
     async with channel_to(no_answers[0]) as channel:
         for body in BODIES[INFER]:

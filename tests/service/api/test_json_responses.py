@@ -22,7 +22,7 @@ CONTENTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", CONTENTS)
-def test_pieces_are_the_same_json(name: str) -> None:
+def test_pieces_are_the_same_json(name):
     """With small pieces, so that none holds the interpreter's lock for long."""
     found = [*pieces(CONTENTS[name])]
     assert dump(CONTENTS[name]) == b"".join(found)

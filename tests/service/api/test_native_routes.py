@@ -62,7 +62,7 @@ def error_of(response: httpx.Response) -> tuple[int, str, str | None]:
     return response.status_code, error["code"], error["param"]
 
 
-async def test_classify_answers_with_labels(client: Client) -> None:
+async def test_classify_answers_with_labels(client):
     """The response has a list of labels for each input, the model, the head and the usage."""
     response = await client.post("/classify", json={"inputs": ["a", "b"], "top_k": 1})
     assert response.json() == {
@@ -73,7 +73,7 @@ async def test_classify_answers_with_labels(client: Client) -> None:
     }
 
 
-async def test_classify_sends_its_texts(client: Client, engine: FakeEngine) -> None:
+async def test_classify_sends_its_texts(client, engine):
     """Every field reaches the engine."""
     body = {
         "inputs": "a",
@@ -101,14 +101,14 @@ async def test_classify_sends_its_texts(client: Client, engine: FakeEngine) -> N
     )
 
 
-async def test_ner_answers_with_groups(client: Client) -> None:
+async def test_ner_answers_with_groups(client):
     """Grouped entities go by `entity_group`."""
     response = await client.post("/ner", json={"inputs": "In Oslo"})
     found = {"entity_group": "LOC", "score": 0.5, "word": "Oslo", "start": 3, "end": 7}
     assert response.json()["results"] == [[found]]
 
 
-async def test_ner_answers_with_tokens(client: Client, engine: FakeEngine) -> None:
+async def test_ner_answers_with_tokens(client, engine):
     """Ungrouped ones go by `entity`, with their B- or I-."""
     response = await client.post("/ner", json={"inputs": "a", "aggregation_strategy": "none"})
     found = {"entity": "B-LOC", "score": 0.5, "word": "Oslo", "start": 3, "end": 7}
@@ -124,7 +124,7 @@ async def test_ner_answers_with_tokens(client: Client, engine: FakeEngine) -> No
 
 
 @pytest.mark.parametrize("body", [QUESTION, {"inputs": [QUESTION, QUESTION]}], ids=["one", "list"])
-async def test_qa_answers_with_spans(client: Client, engine: FakeEngine, body: Any) -> None:
+async def test_qa_answers_with_spans(client, engine, body):
     """A list of spans for each question, in either form."""
     response = await client.post("/qa", json=body)
     count = len(body.get("inputs", [body]))
@@ -143,7 +143,7 @@ async def test_qa_answers_with_spans(client: Client, engine: FakeEngine, body: A
     assert ("inputs[{}]" if "inputs" in body else "context") == engine.ticket.place
 
 
-async def test_embed_answers_with_vectors(client: Client, engine: FakeEngine) -> None:
+async def test_embed_answers_with_vectors(client, engine):
     """Numbers by default, one vector for each input."""
     response = await client.post("/embed", json={"inputs": ["a", "b"], "dimensions": 3})
     assert response.json() == {
@@ -155,7 +155,7 @@ async def test_embed_answers_with_vectors(client: Client, engine: FakeEngine) ->
     assert engine.asked == Embedding(inputs=["a", "b"], normalize=None, dimensions=3)
 
 
-async def test_embed_passes_its_options(client: Client, engine: FakeEngine) -> None:
+async def test_embed_passes_its_options(client, engine):
     """The prompt, the input type and the type of the numbers reach the task."""
     options = {"prompt_name": "query", "input_type": "query", "output_dtype": "binary"}
     assert 200 == (await client.post("/embed", json={"inputs": "a", **options})).status_code
@@ -173,7 +173,7 @@ async def test_embed_passes_its_options(client: Client, engine: FakeEngine) -> N
         ({"output_dtype": "int4"}, "output_dtype: must be one of 'float', 'int8', 'uint8', 'bin"),
     ],
 )
-async def test_embed_refuses_options(client: Client, fields: Any, message: str) -> None:
+async def test_embed_refuses_options(client, fields, message):
     """Options that no head has are refused before the engine is asked."""
     response = await client.post("/embed", json={"inputs": "a", **fields})
     assert 422 == response.status_code
@@ -181,7 +181,7 @@ async def test_embed_refuses_options(client: Client, fields: Any, message: str) 
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8])
-def test_integers(dtype: Any) -> None:
+def test_integers(dtype):
     """Integers are shown as integers, and their bytes as base64."""
     vector = np.array([1, 127, 0], dtype)
     assert [1, 127, 0] == orjson.loads(
@@ -190,14 +190,14 @@ def test_integers(dtype: Any) -> None:
     np.testing.assert_array_equal(vector, np.frombuffer(base64.b64decode(base64_of(vector)), dtype))
 
 
-async def test_embed_answers_in_base64(client: Client) -> None:
+async def test_embed_answers_in_base64(client):
     """Base64 is of little-endian float32."""
     response = await client.post("/embed", json={"inputs": "a", "encoding_format": "base64"})
     (text,) = response.json()["embeddings"]
     np.testing.assert_array_equal(np.frombuffer(base64.b64decode(text), "<f4"), VECTOR)
 
 
-async def test_embed_tokens_answers_with_vectors(client: Client, engine: FakeEngine) -> None:
+async def test_embed_tokens_answers_with_vectors(client, engine):
     """A list of vectors for each input, as numbers or each in base64."""
     body = {"inputs": ["a", "b"], "input_type": "query", "truncate": False, "head": "tokens"}
     response = await client.post("/embed-tokens", json=body)
@@ -217,7 +217,7 @@ async def test_embed_tokens_answers_with_vectors(client: Client, engine: FakeEng
     assert engine.asked == TokenEmbedding(inputs=["a"], input_type="document")
 
 
-async def test_embed_sparse_answers_with_weights(client: Client, engine: FakeEngine) -> None:
+async def test_embed_sparse_answers_with_weights(client, engine):
     """Ids and weights for each input, with their tokens where the request wants them."""
     body = {"inputs": ["a", "b"], "top_k": 2, "truncate": False, "head": "weights"}
     response = await client.post("/embed-sparse", json=body)
@@ -231,13 +231,13 @@ async def test_embed_sparse_answers_with_weights(client: Client, engine: FakeEng
 
 
 @pytest.mark.parametrize("top_k", [0, -1, 1.5, "2", True])
-async def test_embed_sparse_limits(client: Client, top_k: object) -> None:
+async def test_embed_sparse_limits(client, top_k):
     """`top_k` is a whole number of at least 1."""
     response = await client.post("/embed-sparse", json={"inputs": "a", "top_k": top_k})
     assert (422, "invalid", "top_k") == error_of(response)
 
 
-async def test_rerank_sorts_documents(client: Client, engine: FakeEngine) -> None:
+async def test_rerank_sorts_documents(client, engine):
     """The best documents come first, with their places in the request and, if asked for, their texts."""
     body = {
         "query": "q",
@@ -265,7 +265,7 @@ async def test_rerank_sorts_documents(client: Client, engine: FakeEngine) -> Non
     )
 
 
-async def test_rerank_by_vectors(client: Client, engine: FakeEngine) -> None:
+async def test_rerank_by_vectors(client, engine):
     """An embedding head ranks by cosines, equal ones in the order of the request."""
     body = {"query": "q", "documents": ["a", "b"], "head": "embeddings", "truncate": False}
     response = await client.post("/rerank", json=body)
@@ -275,7 +275,7 @@ async def test_rerank_by_vectors(client: Client, engine: FakeEngine) -> None:
     assert engine.asked == VectorRanking(source="q", inputs=["a", "b"], truncate=False)
 
 
-async def test_rerank_by_vectors_of_tokens(client: Client, engine: FakeEngine) -> None:
+async def test_rerank_by_vectors_of_tokens(client, engine):
     """A head of late interaction ranks by the best document token for each query token."""
     body = {"query": "q", "documents": ["a", "b"], "head": "tokens", "stride": 4}
     response = await client.post("/rerank", json=body)
@@ -285,7 +285,7 @@ async def test_rerank_by_vectors_of_tokens(client: Client, engine: FakeEngine) -
     assert engine.asked == LateInteractionRanking(query="q", documents=["a", "b"], stride=4)
 
 
-async def test_documents_that_fail_are_not_ranked(client: Client, engine: FakeEngine) -> None:
+async def test_documents_that_fail_are_not_ranked(client, engine):
     """They are in `errors`; if the query fails, the request fails."""
     engine.bad = {1: errors.InvalidInput("too long", param="documents[1]")}
     body = {"query": "q", "documents": ["a", "b", "c"], "on_error": "null"}
@@ -299,7 +299,7 @@ async def test_documents_that_fail_are_not_ranked(client: Client, engine: FakeEn
         assert error_of(response) == (500, "inference_failed", None)
 
 
-async def test_similarity_answers_with_cosines(client: Client, engine: FakeEngine) -> None:
+async def test_similarity_answers_with_cosines(client, engine):
     """One number for each input."""
     body = {"source": "q", "inputs": ["a", "b"], "truncate": "window", "stride": 8}
     response = await client.post("/similarity", json=body)
@@ -307,7 +307,7 @@ async def test_similarity_answers_with_cosines(client: Client, engine: FakeEngin
     assert engine.asked == Similarity(source="q", inputs=["a", "b"], truncate="window", stride=8)
 
 
-async def test_zero_shot_sends_its_labels(client: Client, engine: FakeEngine) -> None:
+async def test_zero_shot_sends_its_labels(client, engine):
     """Every field reaches the engine."""
     body = {
         "inputs": ["a"],
@@ -329,7 +329,7 @@ async def test_zero_shot_sends_its_labels(client: Client, engine: FakeEngine) ->
     )
 
 
-async def test_analyze_answers_by_head(client: Client, engine: FakeEngine) -> None:
+async def test_analyze_answers_by_head(client, engine):
     """Each input has the result of each head, as the head's own route shows it."""
     body = {
         "inputs": ["a"],
@@ -349,7 +349,7 @@ async def test_analyze_answers_by_head(client: Client, engine: FakeEngine) -> No
     assert engine.asked == Analysis(inputs=["a"], offset_unit="utf16", truncate=True, stride=4)
 
 
-async def test_fill_mask_answers_with_tokens(client: Client, engine: FakeEngine) -> None:
+async def test_fill_mask_answers_with_tokens(client, engine):
     """A list of tokens for a text with one mask token, and a list of such lists for one with several."""
     found = {"token": 7, "token_str": "six", "score": 0.5, "sequence": "at six"}
     one = await client.post("/fill-mask", json={"inputs": ["at _", "at _"], "targets": "six"})
@@ -379,13 +379,13 @@ async def test_fill_mask_answers_with_tokens(client: Client, engine: FakeEngine)
         ({"truncate": "cut"}, "truncate"),
     ],
 )
-async def test_fill_mask_refuses_fields(client: Client, fields: Any, param: str) -> None:
+async def test_fill_mask_refuses_fields(client, fields, param):
     """Options out of range are 422, by their names."""
     response = await client.post("/fill-mask", json={"inputs": "_", **fields})
     assert error_of(response) == (422, "invalid", param)
 
 
-async def test_targets_are_limited_as_inputs_are(client_with: ClientWith) -> None:
+async def test_targets_are_limited_as_inputs_are(client_with):
     """Their number and their lengths have the limits of inputs."""
     async with client_with(max_inputs_per_request=2, max_characters_per_input=10) as client:
         for targets, name in ((["a"] * 3, "targets"), (["a", "a" * 11], "targets[1]")):
@@ -500,11 +500,11 @@ async def test_long_texts_are_too_large(
     assert engine.asked is None
 
 
-async def test_a_slow_body_is_answered(client_with: ClientWith) -> None:
+async def test_a_slow_body_is_answered(client_with):
     """A body that does not come is 408, and its connection is not used again."""
     never = asyncio.Event()
 
-    async def body() -> Any:
+    async def body():
         yield b"{"
         await never.wait()
 
@@ -516,7 +516,7 @@ async def test_a_slow_body_is_answered(client_with: ClientWith) -> None:
     assert response.headers["Connection"] == "close"
 
 
-async def test_the_deadline_is_kept(client: Client, engine: FakeEngine) -> None:
+async def test_the_deadline_is_kept(client, engine):
     """An engine that takes too long is cancelled, and the client told in time."""
     engine.hold = asyncio.Event()
     response = await client.post(
@@ -526,7 +526,7 @@ async def test_the_deadline_is_kept(client: Client, engine: FakeEngine) -> None:
     assert engine.cancelled.is_set()
 
 
-async def test_the_engine_knows_the_deadline(client: Client, engine: FakeEngine) -> None:
+async def test_the_engine_knows_the_deadline(client, engine):
     """The ticket's deadline lies ahead by the client's patience."""
     before = time.monotonic()
     await client.post(
@@ -535,19 +535,19 @@ async def test_the_engine_knows_the_deadline(client: Client, engine: FakeEngine)
     assert before + 5 <= engine.ticket.deadline <= time.monotonic() + 5
 
 
-async def test_models_are_described(client: Client) -> None:
+async def test_models_are_described(client):
     """Each engine speaks for itself."""
     response = await client.get("/models")
     assert response.json() == {"models": [{"id": "tiny@1", "precision": "int8"}]}
 
 
-async def test_live_and_ready_say_so(client: Client) -> None:
+async def test_live_and_ready_say_so(client):
     """An open server lives and is ready."""
     live, ready = await client.get("/health/live"), await client.get("/health/ready")
     assert (live.json(), ready.json()) == ({"status": "live"}, {"status": "ready"})
 
 
-async def test_metrics_are_text(client: Client) -> None:
+async def test_metrics_are_text(client):
     """Prometheus is answered in its own format."""
     response = await client.get("/metrics")
     assert response.headers["Content-Type"].startswith("text/plain; version=")
@@ -555,9 +555,7 @@ async def test_metrics_are_text(client: Client) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(BODIES.keys() - {"/rerank"}))
-async def test_bad_inputs_are_null_with_on_error_null(
-    client: Client, engine: FakeEngine, path: str
-) -> None:
+async def test_bad_inputs_are_null_with_on_error_null(client, engine, path):
     """`errors` has their indices, codes and reasons; without bad inputs it is empty."""
     body = {**several(path), "on_error": "null"}
     name = "embeddings" if path.startswith("/embed") else "results"
@@ -588,9 +586,7 @@ async def test_bad_inputs_fail_the_request_by_default(
     assert (422, "invalid", "on_error") == error_of(bad)
 
 
-async def test_an_engine_is_needed_until_its_request_is_over(
-    client: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_an_engine_is_needed_until_its_request_is_over(client, engine):
     """However it ends: so an engine that is to go can wait for the last one."""
     engine.hold = asyncio.Event()
     asked = asyncio.create_task(client.post("/embed", json={"inputs": "a"}))

@@ -6,9 +6,6 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
-from starlette.types import Message
-from structlog.typing import EventDict
 
 from service import errors
 from service.api.ndjson import MEDIA_TYPE, NdjsonStream, line, wants_lines
@@ -36,12 +33,12 @@ def lines_of(response: httpx.Response) -> list[dict[str, Any]]:
         ("application/x-ndjson-seq", False),
     ],
 )
-def test_the_accept_header_selects_ndjson(accept: str, lines: bool) -> None:
+def test_the_accept_header_selects_ndjson(accept, lines):
     """One JSON object is the default, also where anything is accepted."""
     assert lines is wants_lines(accept)
 
 
-async def test_what_came_meanwhile_is_taken_together() -> None:
+async def test_what_came_meanwhile_is_taken_together():
     """Waiting lines are sent at once, and the end after them."""
     lines = NdjsonStream()
     lines.add(line({"index": 1}))
@@ -75,7 +72,7 @@ async def test_each_result_has_a_line(client: httpx.AsyncClient, path: str) -> N
     assert {**SUMMARY, **heads} == summary
 
 
-async def test_a_proxy_is_to_pass_each_line_on(client: httpx.AsyncClient) -> None:
+async def test_a_proxy_is_to_pass_each_line_on(client):
     """nginx buffers answers unless a header of the answer switches that off."""
     response = await client.post("/embed", json={"inputs": "a"}, headers=IN_LINES)
     assert "no" == response.headers["X-Accel-Buffering"]
@@ -83,9 +80,7 @@ async def test_a_proxy_is_to_pass_each_line_on(client: httpx.AsyncClient) -> Non
     assert "X-Accel-Buffering" not in whole.headers
 
 
-async def test_bad_inputs_have_lines_and_are_named_at_the_end(
-    client: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_bad_inputs_have_lines_and_are_named_at_the_end(client, engine):
     """With `on_error: null` a bad input has a line with null, and its reason in the last line."""
     engine.bad = {0: errors.InvalidInput("too long")}
     body = {"inputs": ["a", "b"], "on_error": "null"}
@@ -97,7 +92,7 @@ async def test_bad_inputs_have_lines_and_are_named_at_the_end(
     assert [0] == [error["index"] for error in whole["errors"]]
 
 
-async def test_vectors_in_lines_may_be_base64(client: httpx.AsyncClient) -> None:
+async def test_vectors_in_lines_may_be_base64(client):
     """The options of a body apply to each line."""
     body = {"inputs": "a", "encoding_format": "base64"}
     first, _ = lines_of(await client.post("/embed", json=body, headers=IN_LINES))
@@ -110,7 +105,7 @@ async def test_what_fails_at_once_has_its_status(
 ) -> None:
     """An error before the first line is an error like any other."""
     engine.error, engine.tell_first = errors.Overloaded("full", retry_after_s=3), 0
-    engine.answer = failing(engine.error)  # type: ignore[method-assign]
+    engine.answer = failing(engine.error)
     response = await client.post(path, json=BODIES[path], headers=IN_LINES)
     assert (429, "3") == (response.status_code, response.headers["Retry-After"])
     assert "overloaded" == response.json()["error"]["code"]
@@ -123,9 +118,7 @@ def failing(error: Exception) -> Any:
     return answer
 
 
-async def test_what_fails_later_is_the_last_line(
-    client: httpx.AsyncClient, engine: FakeEngine, lines: list[EventDict]
-) -> None:
+async def test_what_fails_later_is_the_last_line(client, engine, lines):
     """Lines that were sent stay; the error follows, and the log names it."""
     engine.error, engine.tell_first = errors.DeadlineExceeded("too late"), 1
     response = await client.post("/embed", json={"inputs": ["a", "b"]}, headers=IN_LINES)
@@ -136,25 +129,21 @@ async def test_what_fails_later_is_the_last_line(
     assert (200, "deadline_exceeded") == (said["status"], said["code"])
 
 
-async def test_our_bugs_are_logged(
-    client: httpx.AsyncClient, engine: FakeEngine, lines: list[EventDict]
-) -> None:
+async def test_our_bugs_are_logged(client, engine, lines):
     """An inference that fails midway leaves its traceback in the log, as it does elsewhere."""
     engine.error = errors.InferenceFailed("no number")
     await client.post("/embed", json={"inputs": "a"}, headers=IN_LINES)
     assert ["no number"] == [told["event"] for told in lines if told["log_level"] == "error"]
 
 
-async def test_lines_leave_before_the_answer_is_whole(
-    app: FastAPI, engine: FakeEngine, lines: list[EventDict]
-) -> None:
+async def test_lines_leave_before_the_answer_is_whole(app, engine, lines):
     """A line is sent when its result is ready; a disconnect cancels the other inputs, and the work done is charged."""
     engine.hold = asyncio.Event()
     gone = asyncio.Event()
-    sent: asyncio.Queue[Message] = asyncio.Queue()
+    sent = asyncio.Queue()
     body = [{"type": "http.request", "body": b'{"inputs": ["a", "b"]}'}]
 
-    async def receive() -> Message:
+    async def receive():
         if body:
             return body.pop()
         await gone.wait()

@@ -3,19 +3,17 @@ import base64
 import re
 import threading
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 from fastapi import FastAPI
 from jsonschema import Draft202012Validator
 
 from service.api.app import create_app
-from service.api.dialects.registry import DIALECTS, Dialect
+from service.api.dialects.registry import DIALECTS
 from service.api.openapi import ANSWERS, EXAMPLES, REQUESTS
-from service.api.schemas import QaRequest, Request, parse
+from service.api.schemas import QaRequest, parse
 from service.errors import InvalidInput
 from service.keys import digest, make_key
 from service.observability.metrics import CONTENT_TYPE, Metrics
@@ -38,18 +36,16 @@ def keyed(engines: FakeEngines) -> dict[str, Any]:
     return create_app(Settings(keys=keys), engines.open, Metrics()).openapi()
 
 
-async def test_the_document_is_served(client: httpx.AsyncClient, document: dict[str, Any]) -> None:
+async def test_the_document_is_served(client, document):
     """The address that the docs page reads gives the document."""
     assert (await client.get("/openapi.json")).json() == document
 
 
-async def test_the_document_is_made_once_and_in_a_thread(
-    app: FastAPI, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_document_is_made_once_and_in_a_thread(app, client, monkeypatch):
     """Any client may request it, at any rate, and does not hold up the event loop."""
-    made_in: list[threading.Thread] = []
+    made_in = []
 
-    def make() -> dict[str, str]:
+    def make():
         made_in.append(threading.current_thread())
         return {"openapi": "3.1.0"}
 
@@ -61,7 +57,7 @@ async def test_the_document_is_made_once_and_in_a_thread(
 
 
 @pytest.mark.parametrize("path", REQUESTS)
-def test_each_task_declares_its_body(document: dict[str, Any], path: str) -> None:
+def test_each_task_declares_its_body(document, path):
     """The body's schema is there, though the framework never reads it."""
     body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
     assert body["schema"] == {"$ref": f"#/components/schemas/{REQUESTS[path].__name__}"}
@@ -69,7 +65,7 @@ def test_each_task_declares_its_body(document: dict[str, Any], path: str) -> Non
 
 
 @pytest.mark.parametrize("path", REQUESTS)
-def test_each_task_declares_its_answers(document: dict[str, Any], path: str) -> None:
+def test_each_task_declares_its_answers(document, path):
     """Every status that it can answer, errors in the one shape."""
     responses = document["paths"][path]["post"]["responses"]
     shape = {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}
@@ -78,7 +74,7 @@ def test_each_task_declares_its_answers(document: dict[str, Any], path: str) -> 
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=[dialect.tag for dialect in DIALECTS])
-def test_each_dialect_declares_its_errors(document: dict[str, Any], dialect: Dialect) -> None:
+def test_each_dialect_declares_its_errors(document, dialect):
     """Every status that a route can answer has the body of the dialect's errors."""
     shape = {"schema": {"$ref": f"#/components/schemas/{dialect.error_model.__name__}"}}
     methods = [one for path in document["paths"].values() for one in path.values()]
@@ -92,7 +88,7 @@ def test_each_dialect_declares_its_errors(document: dict[str, Any], dialect: Dia
         )
 
 
-def test_a_key_is_declared_where_one_is_needed(keyed: dict[str, Any]) -> None:
+def test_a_key_is_declared_where_one_is_needed(keyed):
     """A bearer's key; health checks never need one."""
     operations = {path: next(iter(methods.values())) for path, methods in keyed["paths"].items()}
     assert keyed["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
@@ -102,14 +98,14 @@ def test_a_key_is_declared_where_one_is_needed(keyed: dict[str, Any]) -> None:
         assert ({"401", "403", "429"} <= set(operation["responses"])) == (not is_open)
 
 
-def test_no_key_is_declared_without_keys(document: dict[str, Any]) -> None:
+def test_no_key_is_declared_without_keys(document):
     """Swagger UI shows a padlock at each operation that declares one."""
     operations = [one for path in document["paths"].values() for one in path.values()]
     assert not [one for one in operations if "security" in one]
     assert "securitySchemes" not in document["components"]
 
 
-def test_each_operation_says_what_it_returns(document: dict[str, Any]) -> None:
+def test_each_operation_says_what_it_returns(document):
     """Its summary is a text of several words, not the name of a function."""
     paths = document["paths"]
     summaries = [one["summary"] for path in paths.values() for one in path.values()]
@@ -117,7 +113,7 @@ def test_each_operation_says_what_it_returns(document: dict[str, Any]) -> None:
     assert not [text for text in summaries if " " not in text or text.endswith(".")]
 
 
-def test_the_states_of_a_model_are_declared(document: dict[str, Any]) -> None:
+def test_the_states_of_a_model_are_declared(document):
     """Each is one word, the same in both lists of models."""
     schemas = document["components"]["schemas"]
     states = ["current", "previous", "pinned", "loading", "draining"]
@@ -126,21 +122,21 @@ def test_the_states_of_a_model_are_declared(document: dict[str, Any]) -> None:
         assert "#/components/schemas/State" in str(schemas[model]["properties"]["state"])
 
 
-def test_an_order_may_be_refused_for_its_body(document: dict[str, Any]) -> None:
+def test_an_order_may_be_refused_for_its_body(document):
     """The document declares 415 for its encoding, and 429 for too many bodies."""
     responses = document["paths"]["/admin/models"]["post"]["responses"]
     assert "`unsupported_encoding`" in responses["415"]["description"]
     assert "`overloaded`" in responses["429"]["description"]
 
 
-def test_a_priority_may_be_refused_wherever_it_is_read(keyed: dict[str, Any]) -> None:
+def test_a_priority_may_be_refused_wherever_it_is_read(keyed):
     """That is on every path that is not open to all."""
     for path, methods in keyed["paths"].items():
         for operation in methods.values():
             assert ("422" in operation["responses"]) == bool(operation["security"]), path
 
 
-def test_what_is_never_accepted_is_declared(document: dict[str, Any]) -> None:
+def test_what_is_never_accepted_is_declared(document):
     """No request has an empty list of texts, a blank question, or a name that is longer than any."""
     schemas = document["components"]["schemas"]
     inputs = schemas["EmbedRequest"]["properties"]["inputs"]["anyOf"]
@@ -176,9 +172,7 @@ SEVERAL = [{"question": QUESTION, "context": CONTEXT}]
         ({"inputs": SEVERAL, "stride": 1.5}, False),
     ],
 )
-def test_a_body_is_valid_by_its_schema_where_it_is_accepted(
-    document: dict[str, Any], body: dict[str, object], valid: bool
-) -> None:
+def test_a_body_is_valid_by_its_schema_where_it_is_accepted(document, body, valid):
     """The schema of /qa and the service agree on bodies with one question, several, both and none."""
     schema = {**document, "$ref": "#/components/schemas/QaRequest"}
     assert valid == Draft202012Validator(schema).is_valid(body)
@@ -186,14 +180,14 @@ def test_a_body_is_valid_by_its_schema_where_it_is_accepted(
         parse(QaRequest, body, 8)
 
 
-def test_metrics_are_declared_as_text(document: dict[str, Any]) -> None:
+def test_metrics_are_declared_as_text(document):
     """/metrics answers in Prometheus's format alone, and errors in JSON."""
     responses = document["paths"]["/metrics"]["get"]["responses"]
     assert [CONTENT_TYPE] == [*responses["200"]["content"]]
     assert ["application/json"] == [*responses["401"]["content"]]
 
 
-def test_components_have_names_for_generators(document: dict[str, Any]) -> None:
+def test_components_have_names_for_generators(document):
     """Enumerations are components, and no property has a title that would name a type of its own."""
     schemas = document["components"]["schemas"]
     fields = [field for each in schemas.values() for field in each.get("properties", {}).values()]
@@ -207,9 +201,7 @@ def test_components_have_names_for_generators(document: dict[str, Any]) -> None:
         assert "enum" not in parameter["schema"]
 
 
-async def test_examples_are_answers_of_the_default_bundle(
-    mini_bundle: Path, document: dict[str, Any]
-) -> None:
+async def test_examples_are_answers_of_the_default_bundle(mini_bundle, document):
     """What the document shows is what the service answers; `python -m tests.examples` writes it again."""
     answers = await collect()
     assert rounded(ANSWERS) == rounded(answers)
@@ -219,7 +211,7 @@ async def test_examples_are_answers_of_the_default_bundle(
         assert examples == {name: example["value"] for name, example in shown.items()}
 
 
-def test_examples_of_answers_are_valid(document: dict[str, Any]) -> None:
+def test_examples_of_answers_are_valid(document):
     """They match the schemas of the responses."""
     for path, examples in ANSWERS.items():
         ((_, operation),) = document["paths"][path].items()
@@ -242,14 +234,14 @@ def rounded(value: Any) -> Any:
     return value
 
 
-def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
+def test_every_reference_leads_somewhere(document):
     """No `$ref` dangles."""
     references = set(re.findall(r"'\$ref': '#/components/schemas/(\w+)'", str(document)))
     assert references <= set(document["components"]["schemas"])
     assert "QaInput" in references
 
 
-def test_what_a_path_names_is_declared(document: dict[str, Any]) -> None:
+def test_what_a_path_names_is_declared(document):
     """Each `{name}` of a path is a parameter of its operations."""
     asked = [
         (path, operation.get("parameters", []))
@@ -262,7 +254,7 @@ def test_what_a_path_names_is_declared(document: dict[str, Any]) -> None:
     assert any("{" in path for path, _ in asked)
 
 
-def test_routes_are_named_after_their_functions(document: dict[str, Any]) -> None:
+def test_routes_are_named_after_their_functions(document):
     """Operation ids make good names for generated clients."""
     operations = [
         operation
@@ -281,6 +273,6 @@ def test_routes_are_named_after_their_functions(document: dict[str, Any]) -> Non
     ("schema", "body"),
     [(schema, body) for schema in REQUESTS.values() for body in EXAMPLES[schema].values()],
 )
-def test_examples_are_valid(schema: type[Request], body: object) -> None:
+def test_examples_are_valid(schema, body):
     """Every example is a valid request."""
     assert parse(schema, body, 8).size > 0

@@ -59,7 +59,7 @@ async def read(
     )
 
 
-async def test_a_body_after_the_deadline_is_too_late() -> None:
+async def test_a_body_after_the_deadline_is_too_late():
     """A client's own patience counts while its body is still on the way."""
     with pytest.raises(DeadlineExceeded):
         await read_json(
@@ -73,9 +73,7 @@ async def test_a_body_after_the_deadline_is_too_late() -> None:
         )
 
 
-async def test_a_body_is_late_by_the_limit_that_is_nearer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_body_is_late_by_the_limit_that_is_nearer(monkeypatch):
     """However exact the clock is that says so."""
     monkeypatch.setattr("time.monotonic", lambda: 0.0)
     for deadline, error in ((0.01, DeadlineExceeded), (60, RequestTimeout)):
@@ -91,9 +89,9 @@ async def test_a_body_is_late_by_the_limit_that_is_nearer(
             )
 
 
-async def test_chunks_become_one_body() -> None:
+async def test_chunks_become_one_body():
     """A body may arrive in chunks, and the callback gets the size of each."""
-    taken: list[int] = []
+    taken = []
     assert await read(chunk(b'{"a":', more=True), chunk(b"1}"), take=taken.append) == {"a": 1}
     assert [5, 2] == taken
 
@@ -102,7 +100,7 @@ async def test_chunks_become_one_body() -> None:
     "content_type",
     ["application/json", "Application/JSON; charset=UTF-8", "application/vnd.api+json"],
 )
-async def test_json_types_are_read(content_type: str) -> None:
+async def test_json_types_are_read(content_type):
     """JSON by any of its names, in UTF-8."""
     assert await read(chunk(b"[1]"), headers={"content-type": content_type}) == [1]
 
@@ -116,7 +114,7 @@ async def test_json_types_are_read(content_type: str) -> None:
         ({**JSON, "content-encoding": "br"}, "Content-Encoding"),
     ],
 )
-async def test_other_types_are_refused_unread(headers: dict[str, str], param: str) -> None:
+async def test_other_types_are_refused_unread(headers, param):
     """What is no plain JSON in UTF-8 is refused before a byte is read."""
     with pytest.raises(UnsupportedMediaType) as caught:
         await read(headers=headers)
@@ -136,25 +134,25 @@ async def test_other_types_are_refused_unread(headers: dict[str, str], param: st
     ],
     ids=["empty", "cut", "nan", "infinite", "lone-surrogate", "not-utf8", "deep"],
 )
-async def test_what_is_no_json_is_a_bad_request(body: bytes, message: str) -> None:
+async def test_what_is_no_json_is_a_bad_request(body, message):
     """A malformed body is the client's fault, and the message has the position."""
     with pytest.raises(BadRequest, match=message):
         await read(chunk(body), max_bytes=5000, max_parts=5000)
 
 
-async def test_a_large_body_is_refused_unread() -> None:
+async def test_a_large_body_is_refused_unread():
     """`Content-Length` is enough to refuse."""
     with pytest.raises(TooLarge, match="larger than 100 bytes"):
         await read(headers={**JSON, "content-length": "101"})
 
 
-async def test_a_large_body_without_length_is_counted() -> None:
+async def test_a_large_body_without_length_is_counted():
     """A chunked body is refused when it passes the limit, not when it ends."""
     with pytest.raises(TooLarge):
         await read(chunk(b"x" * 60, more=True), chunk(b"x" * 60, more=True))
 
 
-async def test_a_body_of_the_very_limit_is_read() -> None:
+async def test_a_body_of_the_very_limit_is_read():
     """The limit itself is allowed."""
     assert await read(chunk(b"[1]"), headers={**JSON, "content-length": "3"}, max_bytes=3) == [1]
 
@@ -170,14 +168,14 @@ async def test_a_body_of_the_very_limit_is_read() -> None:
         (b'{"": ""}', 3),
     ],
 )
-async def test_a_body_of_many_parts_is_too_large(body: bytes, parts: int) -> None:
+async def test_a_body_of_many_parts_is_too_large(body, parts):
     """Strings, lists and objects are counted, except within strings."""
     with pytest.raises(TooLarge, match=r"more than .* strings, lists and objects"):
         await read(chunk(body), max_parts=parts - 1)
     check_parts(body, parts)
 
 
-async def test_token_ids_are_no_parts() -> None:
+async def test_token_ids_are_no_parts():
     """Every input of a request may have a whole window of them."""
     ids = [[30522] * 512] * 1024
     body = orjson.dumps({"input": ids})
@@ -187,26 +185,26 @@ async def test_token_ids_are_no_parts() -> None:
         await read(chunk(orjson.dumps([1] * 322)), max_parts=10, max_bytes=1000)
 
 
-async def test_parts_are_counted_before_anything_is_made_of_them() -> None:
+async def test_parts_are_counted_before_anything_is_made_of_them():
     """A body that would take long to parse is refused soon, though it is broken at its end."""
     with pytest.raises(TooLarge):
         await read(chunk(b"[" + b"[]," * 1_000_000), max_parts=1000, max_bytes=10_000_000)
 
 
-async def test_text_is_no_part() -> None:
+async def test_text_is_no_part():
     """A large body of few texts is read, whatever these hold."""
     text = ',:[{\\"\n' * 100_000
     body = orjson.dumps([text, text])
     assert [text, text] == await read(chunk(body), max_parts=10, max_bytes=10_000_000)
 
 
-async def test_a_slow_body_times_out() -> None:
+async def test_a_slow_body_times_out():
     """A client that stops halfway is not waited for."""
     with pytest.raises(RequestTimeout):
         await read(chunk(b"[", more=True), timeout_s=0.01)
 
 
-async def test_a_client_that_leaves_is_not_read_on() -> None:
+async def test_a_client_that_leaves_is_not_read_on():
     """A disconnect ends the reading."""
     with pytest.raises(ClientDisconnected):
         await read(chunk(b"[", more=True), GONE)
@@ -226,19 +224,19 @@ class Work:
             raise
 
 
-async def test_an_answer_in_time_is_returned() -> None:
+async def test_an_answer_in_time_is_returned():
     """Neither the client nor the clock disturbs work that is done."""
 
-    async def work() -> str:
+    async def work():
         return "done"
 
     assert await answer_in_time(work(), receiving(), time.monotonic() + 5) == "done"
 
 
-async def test_a_failure_is_passed_on() -> None:
+async def test_a_failure_is_passed_on():
     """What the work raises is raised."""
 
-    async def work() -> None:
+    async def work():
         raise TooLarge("no")
 
     with pytest.raises(TooLarge):
@@ -250,9 +248,7 @@ async def test_a_failure_is_passed_on() -> None:
     [((GONE,), 5.0, ClientDisconnected), ((), 0.01, DeadlineExceeded), ((), -1, DeadlineExceeded)],
     ids=["client-leaves", "deadline-passes", "deadline-has-passed"],
 )
-async def test_work_without_a_client_is_canceled(
-    messages: tuple[Message, ...], patience_s: float, error: type[Exception]
-) -> None:
+async def test_work_without_a_client_is_canceled(messages, patience_s, error):
     """When the client goes or the time is up, the work is cancelled before the error is raised."""
     work = Work()
     with pytest.raises(error):
@@ -260,11 +256,11 @@ async def test_work_without_a_client_is_canceled(
     assert work.cancelled
 
 
-async def test_a_server_that_reports_disconnects_is_not_polled() -> None:
+async def test_a_server_that_reports_disconnects_is_not_polled():
     """It detects a connection that was lost before `receive` could be awaited."""
     work, leaving = Work(), asyncio.get_running_loop().create_future()
 
-    async def receive() -> Message:
+    async def receive():
         raise AssertionError("asked")
 
     waiting = asyncio.create_task(
@@ -277,10 +273,10 @@ async def test_a_server_that_reports_disconnects_is_not_polled() -> None:
     assert work.cancelled
 
 
-async def test_a_task_canceled_at_its_deadline_is_canceled() -> None:
+async def test_a_task_canceled_at_its_deadline_is_canceled():
     """The canceling code waits for the task; a deadline alone leaves the task as it was."""
 
-    async def work(others: int) -> None:
+    async def work(others):
         with TaskTimeout(60, DeadlineExceeded) as limit:
             limit.end(ClientDisconnected)
             limit.end(TooLarge)  # too late: it ends already
@@ -297,7 +293,7 @@ async def test_a_task_canceled_at_its_deadline_is_canceled() -> None:
         await task
 
 
-async def test_cancelling_the_wait_cancels_the_work() -> None:
+async def test_cancelling_the_wait_cancels_the_work():
     """A server that gives up takes the work with it."""
     work = Work()
     waiting = asyncio.create_task(answer_in_time(work.run(), receiving(), time.monotonic() + 5))

@@ -26,17 +26,17 @@ def refused(schema: type[Request], body: object) -> tuple[str, str | None]:
 
 
 @pytest.mark.parametrize("inputs", ["a text", ["a text"]])
-def test_one_text_is_a_list_of_one(inputs: object) -> None:
+def test_one_text_is_a_list_of_one(inputs):
     """A string and a list of one string are the same request."""
     assert parse(ClassifyRequest, {"inputs": inputs}, 8).inputs == ["a text"]
 
 
-def test_an_empty_text_is_a_text() -> None:
+def test_an_empty_text_is_a_text():
     """Nothing is too short to be classified."""
     assert parse(ClassifyRequest, {"inputs": ["", "a"]}, 8).inputs == ["", "a"]
 
 
-def test_defaults_are_those_of_the_task() -> None:
+def test_defaults_are_those_of_the_task():
     """Windows where every token counts, one cut where a text is read as a whole."""
     texts = {"inputs": "a"}
     truncate = {
@@ -59,13 +59,13 @@ def test_defaults_are_those_of_the_task() -> None:
     assert parse(EmbedRequest, texts, 8).normalize is None
 
 
-def test_every_bad_index_is_named() -> None:
+def test_every_bad_index_is_named():
     """All bad inputs are listed; `param` is the first."""
     message, param = refused(ClassifyRequest, {"inputs": ["a", 1, "b", None]})
     assert (message, param) == ("inputs[1], inputs[3]: must be a string", "inputs[1]")
 
 
-def test_every_fault_of_a_body_is_reported_at_once() -> None:
+def test_every_fault_of_a_body_is_reported_at_once():
     """One answer says all that is wrong."""
     message, _ = refused(ClassifyRequest, {"inputs": [7], "top_k": 0, "topk": 1})
     assert message == (
@@ -74,7 +74,7 @@ def test_every_fault_of_a_body_is_reported_at_once() -> None:
     )
 
 
-def test_of_many_unknown_fields_some_are_named() -> None:
+def test_of_many_unknown_fields_some_are_named():
     """A hundred thousand of them make a short answer, soon, and hide no bad input."""
     body = {**{f"field {index}": 1 for index in range(100_000)}, "inputs": ["a", 1, 2]}
     message, param = refused(ClassifyRequest, body)
@@ -84,7 +84,7 @@ def test_of_many_unknown_fields_some_are_named() -> None:
     assert param == "inputs[1]"
 
 
-def test_a_question_has_so_many_answers() -> None:
+def test_a_question_has_so_many_answers():
     """A question has a limited number of answers, because each of them costs time."""
     message, _ = refused(QaRequest, {**PAIR, "top_k": 101})
     assert message == "top_k: must be at most 100"
@@ -119,7 +119,7 @@ def test_a_question_has_so_many_answers() -> None:
         (NerRequest, {"x" * 100: 1}, f"{'x' * 64}: unknown field"),
     ],
 )
-def test_nothing_is_coerced(schema: type[Request], fault: dict[str, object], message: str) -> None:
+def test_nothing_is_coerced(schema, fault, message):
     """A value of another type or range is refused in plain words."""
     assert refused(schema, {"inputs": "a", **fault})[0] == message
 
@@ -132,14 +132,12 @@ def test_nothing_is_coerced(schema: type[Request], fault: dict[str, object], mes
         (TeiRerankRequest, {"query": " ", "texts": ["a"]}, "query"),
     ],
 )
-def test_blank_texts_are_refused(
-    schema: type[Request], body: dict[str, object], field: str
-) -> None:
+def test_blank_texts_are_refused(schema, body, field):
     """A text that others are compared with is not blank, as the document declares."""
     assert (f"{field}: must not be empty", field) == refused(schema, body)
 
 
-def test_pairs_align_with_inputs() -> None:
+def test_pairs_align_with_inputs():
     """A second text for every first, and none too many."""
     assert refused(ClassifyRequest, {"inputs": ["a"], "text_pair": ["b", "c"]}) == (
         "text_pair has 2 texts, inputs has 1; they must align",
@@ -147,7 +145,7 @@ def test_pairs_align_with_inputs() -> None:
     )
 
 
-def test_a_question_comes_alone_or_in_a_list() -> None:
+def test_a_question_comes_alone_or_in_a_list():
     """Both forms give questions and contexts in step."""
     alone, listed = (parse(QaRequest, body, 8) for body in (PAIR, {"inputs": [PAIR, PAIR]}))
     assert (alone.questions, alone.contexts, alone.size) == (["Who?"], [PAIR["context"]], 1)
@@ -178,19 +176,19 @@ def test_a_question_comes_alone_or_in_a_list() -> None:
         ),
     ],
 )  # fmt: skip
-def test_bad_questions_are_named(body: object, message: str, param: str) -> None:
+def test_bad_questions_are_named(body, message, param):
     """A question needs both its parts, in one form, and neither blank."""
     assert refused(QaRequest, body) == (message, param)
 
 
 @pytest.mark.parametrize("body", [None, [], "text", 3])
-def test_a_body_is_an_object(body: object) -> None:
+def test_a_body_is_an_object(body):
     """Other JSON is refused."""
     assert refused(ClassifyRequest, body) == ("the body must be a JSON object", None)
 
 
 @pytest.mark.parametrize("field", ["inputs", "text_pair"])
-def test_too_many_inputs_are_refused_before_they_are_looked_at(field: str) -> None:
+def test_too_many_inputs_are_refused_before_they_are_looked_at(field):
     """A list over the limit is too large, whatever is in it."""
     with pytest.raises(TooLarge) as caught:
         parse(ClassifyRequest, {"inputs": "a", field: [None] * 9}, 8)
@@ -215,7 +213,7 @@ def test_too_many_inputs_are_refused_before_they_are_looked_at(field: str) -> No
         ),
     ],
 )
-def test_every_long_text_is_named(schema: type[Request], body: object, named: list[str]) -> None:
+def test_every_long_text_is_named(schema, body, named):
     """Texts are too long by their characters, whatever these take in bytes; `param` is the first."""
     request = parse(schema, body, 8)
     refuse_long(request, 5)
@@ -226,7 +224,7 @@ def test_every_long_text_is_named(schema: type[Request], body: object, named: li
 
 
 @pytest.mark.parametrize("field", ["model", "head"])
-def test_a_long_name_is_not_repeated(field: str) -> None:
+def test_a_long_name_is_not_repeated(field):
     """No bundle and no head has so long a name, and the answer is short."""
     message, param = refused(EmbedRequest, {"inputs": "a", field: "x" * 1_000_000})
     assert (f"{field}: must have at most 386 characters", field) == (message, param)
@@ -236,13 +234,13 @@ def test_a_long_name_is_not_repeated(field: str) -> None:
     ("schema", "field"),
     [(ClassifyRequest, "top_k"), (NerRequest, "stride"), (EmbedRequest, "dimensions")],
 )
-def test_a_number_without_fraction_is_an_integer(schema: type[Request], field: str) -> None:
+def test_a_number_without_fraction_is_an_integer(schema, field):
     """JSON Schema calls 4.0 an integer, and some writers of JSON know no other number."""
     value = getattr(parse(schema, {"inputs": "a", field: 4.0}, 8), field)
     assert (4, int) == (value, type(value))
 
 
-def test_a_template_without_a_place_for_the_label() -> None:
+def test_a_template_without_a_place_for_the_label():
     """The message has the place as a template has it."""
     body = {"inputs": "a", "labels": ["b"], "hypothesis_template": "It is {{}."}
     assert validate(ZeroShotRequest, body).hypothesis_template == "It is {{}."

@@ -38,7 +38,7 @@ async def ask(client: httpx.AsyncClient, path: str, **body: Any) -> Any:
     return (await client.post(path, json=body)).raise_for_status().json()
 
 
-async def test_tokens_have_their_places(real: httpx.AsyncClient) -> None:
+async def test_tokens_have_their_places(real):
     """A token's text is `text[start:end]`, in code points or UTF-16; special tokens have no sequence."""
     text = "A café 🪁 Ada"
     for unit, encode in (("code_point", "utf-32-le"), ("utf16", "utf-16-le")):
@@ -55,7 +55,7 @@ async def test_tokens_have_their_places(real: httpx.AsyncClient) -> None:
         assert (len(found["tokens"]), False) == (found["count"], found["truncated"])
 
 
-async def test_pairs(real: httpx.AsyncClient) -> None:
+async def test_pairs(real):
     """Tokens of the second text have places in it; pairs align with inputs."""
     answer = await ask(real, "/tokenize", inputs=["Ada", "Lise"], text_pair=["drew", "sold"])
     for first, second, found in zip(
@@ -69,7 +69,7 @@ async def test_pairs(real: httpx.AsyncClient) -> None:
     assert (422, "text_pair") == (refused.status_code, refused.json()["error"]["param"])
 
 
-async def test_long_texts_are_marked(real: httpx.AsyncClient) -> None:
+async def test_long_texts_are_marked(real):
     """Nothing is cut, and an input that the model would cut is marked."""
     answer = await ask(real, "/tokenize", inputs="sea " * 600)
     (found,) = answer["results"]
@@ -77,7 +77,7 @@ async def test_long_texts_are_marked(real: httpx.AsyncClient) -> None:
     assert 600 < found["count"] == len(found["tokens"])
 
 
-async def test_there_and_back(real: httpx.AsyncClient) -> None:
+async def test_there_and_back(real):
     """Ids become the text again; special tokens stay out unless asked for."""
     (found,) = (await ask(real, "/tokenize", inputs="the old engine"))["results"]
     ids = [token["id"] for token in found["tokens"]]
@@ -90,7 +90,7 @@ async def test_there_and_back(real: httpx.AsyncClient) -> None:
     ("ids", "status"),
     [([], 422), ([[1], 2], 422), ([True], 422), ([-1], 422), ([10**9], 422), ("a", 422)],
 )
-async def test_ids_are_checked(real: httpx.AsyncClient, ids: Any, status: int) -> None:
+async def test_ids_are_checked(real, ids, status):
     """Only ids of the vocabulary are accepted."""
     answer = await real.post("/detokenize", json={"ids": ids})
     assert status == answer.status_code
@@ -100,14 +100,12 @@ async def test_ids_are_checked(real: httpx.AsyncClient, ids: Any, status: int) -
 @pytest.mark.parametrize(
     ("module", "path"), [(token_routes, "/tokenize"), (tei_dialect, "/tei/tokenize")]
 )
-async def test_large_answers_are_made_in_a_helper_thread(
-    real: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, module: Any, path: str
-) -> None:
+async def test_large_answers_are_made_in_a_helper_thread(real, monkeypatch, module, path):
     """A list of many tokens does not hold up the event loop."""
     threads = []
     made = module.token_list
 
-    def token_list(*arguments: Any) -> Any:
+    def token_list(*arguments):
         threads.append(threading.current_thread())
         return made(*arguments)
 

@@ -67,9 +67,7 @@ def changed(tokenizer: tokenizers.Tokenizer, **options: bool | None) -> tokenize
     ],
     ids=str,
 )
-def test_windows_are_those_without_the_shortcut(
-    options: dict[str, bool], trained: tokenizers.Tokenizer
-) -> None:
+def test_windows_are_those_without_the_shortcut(options, trained):
     """Ids, offsets and words are equal for any mix of texts, and most ASCII texts take the shortcut."""
     tokenizer = changed(trained, **options)
     short, whole = Encoder(tokenizer, 32), Encoder(tokenizer, 32)
@@ -93,9 +91,7 @@ def test_windows_are_those_without_the_shortcut(
         assert [window.input_ids.tolist() for window in expected_cut.windows] == ids
 
 
-def test_a_text_that_may_contain_an_added_token_does_not_take_it(
-    trained: tokenizers.Tokenizer,
-) -> None:
+def test_a_text_that_may_contain_an_added_token_does_not_take_it(trained):
     """Added tokens are found in the normalized text, too: "Évian" in "evian"."""
     tokenizer = changed(trained)
     tokenizer.add_tokens([AddedToken("Évian", normalized=True), AddedToken("中", normalized=True)])
@@ -110,7 +106,7 @@ def test_a_text_that_may_contain_an_added_token_does_not_take_it(
         assert other.windows[0].input_ids.tolist() == one.windows[0].input_ids.tolist()
 
 
-def test_other_tokenizers_have_none(trained: tokenizers.Tokenizer) -> None:
+def test_other_tokenizers_have_none(trained):
     """Neither another normalizer nor another pre-tokenizer."""
     tokenizer = changed(trained)
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

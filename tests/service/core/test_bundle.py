@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import onnx
@@ -141,7 +141,7 @@ PLACES: dict[str, Callable[[onnx.TensorProto], onnx.ModelProto]] = {
 
 
 class TestLoad:
-    def test_whole(self, folder: Path) -> None:
+    def test_whole(self, folder):
         """A whole bundle is read: manifest, goldens, and the hash that pins all else."""
         loaded = bundle.load(str(folder))
 
@@ -154,7 +154,7 @@ class TestLoad:
         for field in ("input_ids", "token_type_ids", "lengths"):
             np.testing.assert_array_equal(getattr(loaded.golden, field), getattr(GOLDEN, field))
 
-    def test_manifest(self, folder: Path) -> None:
+    def test_manifest(self, folder):
         """The manifest has the bundle's id, its precisions and the files that it hashes."""
         manifest = bundle.load(folder).manifest
 
@@ -164,7 +164,7 @@ class TestLoad:
         assert [head.per_token for head in manifest.heads.values()] == [True, False, False]
         assert set(manifest.files()) == {path.name for path in folder.iterdir()} - {"manifest.json"}
 
-    def test_round_trip(self, folder: Path) -> None:
+    def test_round_trip(self, folder):
         """A manifest written by pydantic is read back equal."""
         manifest = bundle.load(folder).manifest
 
@@ -172,7 +172,7 @@ class TestLoad:
 
         assert bundle.load(folder).manifest == manifest
 
-    def test_frozen(self, folder: Path) -> None:
+    def test_frozen(self, folder):
         """Nothing in a manifest can be changed."""
         manifest = bundle.load(folder).manifest
 
@@ -180,7 +180,7 @@ class TestLoad:
             with pytest.raises(ValidationError, match="frozen"):
                 setattr(record, next(iter(type(record).model_fields)), 2)
 
-    def test_no_bundle(self, tmp_path: Path) -> None:
+    def test_no_bundle(self, tmp_path):
         """A path where nothing is, a file, and a directory without a manifest that is a file are no bundles."""
         (tmp_path / "file").touch()
         for path in (tmp_path / "none", tmp_path / "file"):
@@ -196,7 +196,7 @@ class TestLoad:
         (tmp_path / "manifest.json").mkdir()
         assert refusal(tmp_path) == "manifest.json cannot be read: Is a directory"
 
-    def test_fields_of_graphs(self, tmp_path: Path) -> None:
+    def test_fields_of_graphs(self, tmp_path):
         """A graph may state whether its attention has a bias, and its memory."""
         manifest = write(tmp_path)
         manifest["graphs"][0]["attention_bias"] = True
@@ -212,7 +212,7 @@ class TestLoad:
         assert graphs[2].memory.model_dump(mode="json") == manifest["graphs"][2]["memory"]
 
     @pytest.mark.parametrize("field", EMBEDDING)
-    def test_fields_of_embedding_heads(self, tmp_path: Path, field: str) -> None:
+    def test_fields_of_embedding_heads(self, tmp_path, field):
         """An embedding head may state its prompts and types."""
         manifest = write(tmp_path)
         manifest["heads"]["vectors"] |= EMBEDDING[field]
@@ -222,14 +222,14 @@ class TestLoad:
         written = json.loads(head.model_dump_json(exclude_defaults=True))
         assert {**VECTORS, **EMBEDDING[field]} == written
 
-    def test_prompts(self) -> None:
+    def test_prompts(self):
         """A head always has the prompts of sentence-transformers, without a text unless it states one."""
         head = Head.model_validate({**VECTORS, "prompts": {"passage": "p: ", "query": "q: "}})
         assert {"query": "q: ", "document": "", "passage": "p: "} == head.named_prompts
         assert "" == head.default_prompt_text
         assert "p: " == head.model_copy(update={"default_prompt": "passage"}).default_prompt_text
 
-    def test_output_dtypes(self) -> None:
+    def test_output_dtypes(self):
         """8-bit numbers need ranges."""
         plain = Head.model_validate(VECTORS)
         ranged = Head.model_validate({**VECTORS, **EMBEDDING["quantization_ranges"]})
@@ -251,7 +251,7 @@ class TestLoad:
             ({512: 100}, 768, 150),
         ],
     )
-    def test_memory_of_a_batch(self, batches: dict[int, int], tokens: int, expected: int) -> None:
+    def test_memory_of_a_batch(self, batches, tokens, expected):
         """It is linear between the measured batches and beyond them, from the origin with one, and never negative."""
         assert expected == Memory(opened=0, batches=batches).of_batch(tokens)
 
@@ -345,7 +345,7 @@ class TestBadManifests:
     @pytest.mark.parametrize(
         ("change", "message"), [pytest.param(*case, id=name) for name, *case in BAD]
     )
-    def test_field(self, tmp_path: Path, change: Callable[[Any], Any], message: str) -> None:
+    def test_field(self, tmp_path, change, message):
         """A wrong field is named, in one line."""
         manifest = write(tmp_path)
         change(manifest)
@@ -355,7 +355,7 @@ class TestBadManifests:
         assert reason.startswith("manifest.json is not valid: ")
         assert message in reason
 
-    def test_every_field(self, tmp_path: Path) -> None:
+    def test_every_field(self, tmp_path):
         """All wrong fields are named at once."""
         manifest = write(tmp_path)
         manifest.update(name="", max_length="long")
@@ -366,7 +366,7 @@ class TestBadManifests:
         assert "name: " in reason
 
     @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'"\xff"'])
-    def test_no_object(self, tmp_path: Path, text: bytes) -> None:
+    def test_no_object(self, tmp_path, text):
         """A manifest that is no JSON object is refused as such."""
         (tmp_path / "manifest.json").write_bytes(text)
 
@@ -378,7 +378,7 @@ FILES = ["tokenizer.json", "golden.npz", "weights.bin", "packed.onnx", "int8.onn
 
 class TestFiles:
     @pytest.mark.parametrize("name", FILES)
-    def test_tampering(self, folder: Path, name: str) -> None:
+    def test_tampering(self, folder, name):
         """A file with one bit changed is refused with both hashes."""
         path = folder / name
         before = bundle.hash_file(path)
@@ -393,7 +393,7 @@ class TestFiles:
         )
 
     @pytest.mark.parametrize("name", ["manifest.json", *FILES])
-    def test_symlink(self, folder: Path, tmp_path: Path, name: str) -> None:
+    def test_symlink(self, folder, tmp_path, name):
         """A link is refused even if what it leads to has the right hash, within the bundle or without."""
         for elsewhere in (tmp_path / "elsewhere.bin", folder / "elsewhere.bin"):
             (folder / name).rename(elsewhere)
@@ -411,14 +411,14 @@ class TestFiles:
     @pytest.mark.parametrize(
         "put", [lambda path: None, Path.mkdir, os.mkfifo], ids=["none", "directory", "pipe"]
     )
-    def test_no_plain_file(self, folder: Path, name: str, put: Callable[[Path], None]) -> None:
+    def test_no_plain_file(self, folder, name, put):
         """A missing file, a directory or a named pipe is named, and does not hold up the load."""
         (folder / name).unlink()
         put(folder / name)
 
         assert name in refusal(folder)
 
-    def test_empty_tolerance(self, folder: Path) -> None:
+    def test_empty_tolerance(self, folder):
         """A tolerance that compares nothing is refused."""
         manifest = json.loads(loaded_text(folder))
         manifest["goldens"]["tolerance"]["int8"] = {}
@@ -428,7 +428,7 @@ class TestFiles:
     @pytest.mark.parametrize("name", ["weights.bin", "other.bin"])
     @pytest.mark.parametrize("place", PLACES)
     @pytest.mark.parametrize("value_first", [True, False])
-    def test_external_data(self, place: str, value_first: bool, name: str, folder: Path) -> None:
+    def test_external_data(self, place, value_first, name, folder):
         """A graph that reads another file than its weights is refused wherever it names the file."""
         entry = onnx.StringStringEntryProto(key="location", value=name)
         tensor = onnx.TensorProto(name="w", data_location=1, external_data=[entry])
@@ -446,7 +446,7 @@ class TestFiles:
         else:
             assert "packed.onnx reads 'other.bin', which is not its weights" in refusal(folder)
 
-    def test_no_graph(self, folder: Path) -> None:
+    def test_no_graph(self, folder):
         """A graph's file that protobuf cannot parse is named."""
         (folder / "packed.onnx").write_bytes(b"this is none")
         manifest = json.loads(loaded_text(folder))
@@ -454,7 +454,7 @@ class TestFiles:
 
         assert "packed.onnx cannot be read: not an ONNX model" in refusal(save(folder, manifest))
 
-    def test_other_files(self, folder: Path) -> None:
+    def test_other_files(self, folder):
         """Files that the manifest does not name, such as a model card, are ignored."""
         (folder / "README.md").write_text("A card.")
 
@@ -480,33 +480,33 @@ class TestGoldens:
         [b"", b"no archive", b"PK\x03\x04cut", b"\x93NUMPY\x01\x00", array_file()],
         ids=["empty", "text", "cut off", "array cut off", "single array"],
     )
-    def test_unreadable(self, folder: Path, content: bytes) -> None:
+    def test_unreadable(self, folder, content):
         """Goldens that are no archive of arrays are refused, although their hash is right."""
         (folder / "golden.npz").write_bytes(content)
 
         assert refusal(restated(folder)).startswith("golden.npz cannot be read: ")
 
-    def test_inflated(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_inflated(self, folder, monkeypatch):
         """Goldens that would take much memory are refused before they are inflated."""
         monkeypatch.setattr(bundle, "MOST_GOLDEN_BYTES", 1_000_000)
         np.savez_compressed(folder / "golden.npz", input_ids=np.zeros(200_000, np.int64))
 
         assert "bytes, more than 1000000" in refusal(restated(folder))
 
-    def test_pickles(self, folder: Path) -> None:
+    def test_pickles(self, folder):
         """Goldens are never unpickled."""
         np.savez(folder / "golden.npz", input_ids=np.array([object()]), allow_pickle=True)
 
         assert "allow_pickle=False" in refusal(restated(folder))
 
-    def test_head_without_golden(self, tmp_path: Path) -> None:
+    def test_head_without_golden(self, tmp_path):
         """A head whose golden is missing is named."""
         manifest = write(tmp_path)
         manifest["heads"]["more"] = SENTIMENT
 
         assert "output.more" in refusal(save(tmp_path, manifest))
 
-    def test_lengths(self, folder: Path) -> None:
+    def test_lengths(self, folder):
         """Lengths that do not add up to the tokens are refused."""
         short = Golden(GOLDEN.input_ids, GOLDEN.token_type_ids, np.array([3, 1]), GOLDEN.outputs)
         bundle.save_golden(folder / "golden.npz", short)
@@ -536,9 +536,7 @@ class TestCheckGoldens:
         ("precision", "name", "by"),
         [("fp32", "vectors", 9e-5), ("int8", "vectors", 9e-5), ("int8", "entities", 7)],
     )
-    def test_agree(
-        self, loaded: Bundle, outputs: Outputs, precision: Any, name: str, by: float
-    ) -> None:
+    def test_agree(self, loaded, outputs, precision, name, by):
         """Outputs within the tolerance pass; a head that has no cosine at a precision is not compared there."""
         outputs[name] += by
 
@@ -574,15 +572,7 @@ class TestCheckGoldens:
         ],
         ids=["difference", "runtime", "cosine", "shape"],
     )
-    def test_disagree(
-        self,
-        loaded: Bundle,
-        outputs: Outputs,
-        precision: Any,
-        change: Any,
-        runtime: str,
-        expected: str,
-    ) -> None:
+    def test_disagree(self, loaded, outputs, precision, change, runtime, expected):
         """The head is named with the difference and what is allowed, and another runtime than at the export."""
         changed = outputs | change(outputs)
 
@@ -590,14 +580,14 @@ class TestCheckGoldens:
             expected, self.reason(loaded, precision, changed, f"onnxruntime {runtime}")
         )
 
-    def test_no_rows(self) -> None:
+    def test_no_rows(self):
         """Outputs without rows agree, such as the outputs of a fill-mask head without a mask token."""
         none = np.zeros((0, 4), np.float32)
 
         assert 0 == bundle.deviation(none, none)
         assert 1 == bundle.cosine(none, none)
 
-    def test_difference_of_large_numbers(self) -> None:
+    def test_difference_of_large_numbers(self):
         """What may differ grows with the largest golden number: fp32 keeps seven digits of any."""
         expected = np.array([[5000.0, 0.0]], np.float32)
         allowed = bundle.Tolerance(max_difference=1e-4)
@@ -609,9 +599,7 @@ class TestCheckGoldens:
 
     @pytest.mark.parametrize("precision", ["fp32", "int8"])
     @pytest.mark.parametrize("value", [np.nan, np.inf])
-    def test_not_finite(
-        self, loaded: Bundle, outputs: Outputs, precision: Any, value: float
-    ) -> None:
+    def test_not_finite(self, loaded, outputs, precision, value):
         """Outputs that are not finite never pass."""
         outputs["sentiment"][0, 0] = value
 
@@ -622,7 +610,7 @@ class TestCheckGoldens:
         ("a", "b", "expected"),
         [([1, 0], [2, 0], 1), ([1, 0], [0, 3], 0), ([0, 0], [0, 0], 1), ([0, 0], [1, 0], 0)],
     )
-    def test_cosine_of(self, a: list[float], b: list[float], expected: float) -> None:
+    def test_cosine_of(self, a, b, expected):
         """A cosine depends on directions only; a zero vector equals zero vectors only."""
         found = bundle.cosine(np.array(a, np.float32), np.array(b, np.float32))
 
@@ -636,7 +624,7 @@ def write_and_fail(path: Path, error: type[BaseException]) -> None:
 
 
 class TestWriting:
-    def test_success(self, tmp_path: Path) -> None:
+    def test_success(self, tmp_path):
         """The written files have their final name and are readable for all; there are no other files."""
         with bundle.writing(tmp_path / "new" / "b") as folder:
             save(folder, write(folder))
@@ -647,7 +635,7 @@ class TestWriting:
         assert (tmp_path / "new" / "b").stat().st_mode & 0o777 == 0o755
 
     @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-    def test_failure(self, folder: Path, error: type[BaseException]) -> None:
+    def test_failure(self, folder, error):
         """A failure in the middle leaves nothing, or what there was."""
         for path in (folder.parent / "new", folder):
             with pytest.raises(error):
@@ -664,7 +652,7 @@ class TestWriting:
             ("golden.npz", True, "it is not a bundle, because it has no manifest"),
         ],
     )
-    def test_existing(self, folder: Path, place: str, replace: bool, said: str) -> None:
+    def test_existing(self, folder, place, replace, said):
         """What exists is not overwritten unasked; neither a directory of bundles nor a file loses anything."""
         with (
             pytest.raises(FileExistsError, match=said),
@@ -675,7 +663,7 @@ class TestWriting:
         assert bundle.load(folder).manifest.id == "quartet-test@1.0"
         assert [path.name for path in folder.parent.iterdir()] == ["b"]
 
-    def test_replace(self, folder: Path) -> None:
+    def test_replace(self, folder):
         """What is to be replaced is replaced whole."""
         with bundle.writing(folder, replace=True) as new:
             (new / "only.txt").write_text("new")
@@ -683,7 +671,7 @@ class TestWriting:
         assert [path.name for path in folder.iterdir()] == ["only.txt"]
         assert [path.name for path in folder.parent.iterdir()] == ["b"]
 
-    def test_an_empty_directory_is_replaced(self, tmp_path: Path) -> None:
+    def test_an_empty_directory_is_replaced(self, tmp_path):
         """There is nothing in it to lose."""
         (tmp_path / "b").mkdir()
         with bundle.writing(tmp_path / "b", replace=True) as new:
@@ -691,13 +679,11 @@ class TestWriting:
 
         assert [path.name for path in (tmp_path / "b").iterdir()] == ["only.txt"]
 
-    def test_replacement_that_cannot_take_the_place(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_replacement_that_cannot_take_the_place(self, folder, monkeypatch):
         """When the last step fails, what there was comes back."""
         rename = Path.rename
 
-        def full_disk(path: Path, target: Path) -> Path:
+        def full_disk(path, target):
             if (path / "only.txt").exists():
                 raise OSError("no space")
             return rename(path, target)
@@ -709,7 +695,7 @@ class TestWriting:
         assert bundle.load(folder).manifest.id == "quartet-test@1.0"
         assert [path.name for path in folder.parent.iterdir()] == ["b"]
 
-    def test_link(self, folder: Path, tmp_path: Path) -> None:
+    def test_link(self, folder, tmp_path):
         """If the path is a link, its target is replaced."""
         (tmp_path / "current").symlink_to(folder)
         with bundle.writing(tmp_path / "current", replace=True) as new:
@@ -718,7 +704,7 @@ class TestWriting:
         assert [path.name for path in folder.iterdir()] == ["only.txt"]
         assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "current"]
 
-    def test_meanwhile(self, tmp_path: Path) -> None:
+    def test_meanwhile(self, tmp_path):
         """What another wrote under the name meanwhile is not overwritten."""
         writing = bundle.writing(tmp_path / "b")
         writing.__enter__()
@@ -733,7 +719,7 @@ class TestWriting:
 
 class TestSwap:
     @pytest.mark.parametrize("replaced", [False, True])
-    def test_after_one_that_was_cut_off(self, folder: Path, replaced: bool) -> None:
+    def test_after_one_that_was_cut_off(self, folder, replaced):
         """After an interrupted replacement, the next one succeeds, whether or not the new directory was in place."""
         old = shutil.copytree(folder, folder.with_name("b.new.old"))
         if not replaced:
@@ -748,7 +734,7 @@ class TestSwap:
 
 
 class TestHead:
-    def test_defaults(self) -> None:
+    def test_defaults(self):
         """A head has the defaults that the format promises."""
         head = Head.model_validate(VECTORS)
 
@@ -756,7 +742,7 @@ class TestHead:
         assert (head.null_threshold, head.max_answer_tokens, head.max_query_tokens) == (0, 30, 64)
         assert not head.demo
 
-    def test_fill_mask(self) -> None:
+    def test_fill_mask(self):
         """A fill-mask head has a column for each token, and rows for mask tokens only."""
         head = Head.model_validate(MASKS)
 
@@ -764,7 +750,7 @@ class TestHead:
         assert not Head.model_validate(VECTORS).per_mask
 
 
-def test_texts_are_those_of_the_bundle(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_texts_are_those_of_the_bundle(tiny_bundle, tmp_path):
     """Other readers of texts get the verified tokenizer, or none."""
     copy = shutil.copytree(tiny_bundle, tmp_path / "copy")
     loaded = bundle.load(copy)
@@ -788,9 +774,7 @@ def test_texts_are_those_of_the_bundle(tiny_bundle: Path, tmp_path: Path) -> Non
         ([], "unclear: no data set is named"),
     ],
 )
-def test_data_sets_allow_together_what_the_least_allows(
-    answers: list[Literal["yes", "no", "unclear"]], told: str
-) -> None:
+def test_data_sets_allow_together_what_the_least_allows(answers, told):
     """And those are named that forbid it, or may."""
     sets = [
         bundle.DataSet(name=str(number), origin="here", terms="some", commercial_use=answer)
@@ -799,7 +783,7 @@ def test_data_sets_allow_together_what_the_least_allows(
     assert told == bundle.Provenance(datasets=tuple(sets)).commercial_use
 
 
-def test_each_head_has_the_terms_of_its_own_data() -> None:
+def test_each_head_has_the_terms_of_its_own_data():
     """A data set belongs to the heads that it was used for; one that names none was used for all."""
     sets = [
         bundle.DataSet(name=name, origin="here", terms="some", commercial_use=answer, used_for=used)

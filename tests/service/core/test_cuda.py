@@ -22,15 +22,15 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
 
 @pytest.mark.usefixtures("driver")
-def test_gpu() -> None:
+def test_gpu():
     """Name, compute capability, memory and the driver's CUDA version are read from the driver."""
     assert find_gpu() == H100
 
 
-def test_driver_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_is_missing(monkeypatch):
     """Without a driver the missing library is named."""
 
-    def load(name: str) -> None:
+    def load(name):
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", load)
@@ -53,7 +53,7 @@ def test_driver_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         ("RTX 5090", (12, 0), True),
     ],
 )
-def test_cards(card: str, capability: tuple[int, int], usable: bool) -> None:
+def test_cards(card, capability, usable):
     """The runtime has code for these cards; code of one minor version runs on later ones of its major version."""
     gpu = Gpu(f"NVIDIA {card}", capability, 2**34, (13, 0))
     if usable:
@@ -63,7 +63,7 @@ def test_cards(card: str, capability: tuple[int, int], usable: bool) -> None:
         check_gpu(gpu, "1.31.1")
 
 
-def test_code_of_another_release_is_not_guessed() -> None:
+def test_code_of_another_release_is_not_guessed():
     """A runtime whose code is not listed is tried on any card."""
     check_gpu(Gpu("NVIDIA B200", (10, 0), 2**37, (13, 0)), "1.40.0")
 
@@ -78,7 +78,7 @@ def test_code_of_another_release_is_not_guessed() -> None:
         (14, (13, 0), "needs CUDA 14: install a newer NVIDIA driver"),
     ],
 )
-def test_drivers(cuda_major: int, supported: tuple[int, int], reason: str) -> None:
+def test_drivers(cuda_major, supported, reason):
     """A driver has to support the CUDA version that the runtime was built for, or any later one."""
     gpu = Gpu("NVIDIA H100", (9, 0), 2**36, supported)
     if not reason:
@@ -88,7 +88,7 @@ def test_drivers(cuda_major: int, supported: tuple[int, int], reason: str) -> No
         check_gpu(gpu, "1.31.1", cuda_major)
 
 
-def test_has_gpu(driver: FakeDriver) -> None:
+def test_has_gpu(driver):
     """There is a GPU where the GPU build of the runtime is installed and can use the card."""
     assert has_gpu()
     driver.capability = (7, 0)
@@ -96,10 +96,10 @@ def test_has_gpu(driver: FakeDriver) -> None:
 
 
 @pytest.mark.usefixtures("driver")
-def test_no_gpu_build(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_gpu_build(monkeypatch):
     """The CPU build of ONNX Runtime finds no GPU, independent of the driver."""
 
-    def missing(name: str) -> str:
+    def missing(name):
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", missing)

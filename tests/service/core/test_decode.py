@@ -102,7 +102,7 @@ def one_hot(encoding: Encoding, *labels: str) -> NDArray[np.float32]:
 
 
 @given(arrays(np.float32, (3, 5), elements=st.floats(-(2**99), 2**99, width=32)))
-def test_activations_agree_with_scipy(logits: NDArray[np.float32]) -> None:
+def test_activations_agree_with_scipy(logits):
     """Softmax and sigmoid are scipy's, in float32, also where a naive one overflows.
 
     The argument of sigmoid's exp is rounded, which is a relative error of its result: arguments here are of up to 80.
@@ -129,13 +129,13 @@ def test_activations_agree_with_scipy(logits: NDArray[np.float32]) -> None:
         (None, [0], [0.5]),
     ],
 )
-def test_activation(problem_type: str | None, logits: list[float], scores: list[float]) -> None:
+def test_activation(problem_type, logits, scores):
     """The problem type chooses the activation, and a single label is never a softmax."""
     assert activate(floats(*logits), problem_type).tolist() == scores
 
 
 @pytest.mark.parametrize("problem_type", ["regression", "multi_label_classification", None])
-def test_a_named_function_is_applied_whatever_the_problem_type(problem_type: str | None) -> None:
+def test_a_named_function_is_applied_whatever_the_problem_type(problem_type):
     """Softmax, sigmoid or nothing: as transformers' pipeline computes them."""
     logits = floats(0.0, 2.0)
     scores = {name: activate(logits, problem_type, name) for name in decode.FUNCTIONS}
@@ -159,7 +159,7 @@ class TestClassify:
             (2, None, ""),
         ],
     )
-    def test_threshold(self, threshold: float | None, top_k: int | None, expected: str) -> None:
+    def test_threshold(self, threshold, top_k, expected):
         """Labels of a smaller score are left out, which may leave none."""
         labels = classify(
             [floats(-30, 0, 30)],
@@ -171,7 +171,7 @@ class TestClassify:
         )
         assert expected == "".join(label.label for label in labels)
 
-    def test_temperature(self) -> None:
+    def test_temperature(self):
         """A temperature divides the logits; without one they are as they are, to the last digit."""
         options = {"labels": ["a", "b"], "problem_type": None, "top_k": None}
         logits = floats(0.3, 1.7)
@@ -183,7 +183,7 @@ class TestClassify:
             [logits], [4], temperature=None, **options
         )
 
-    def test_equal_scores(self) -> None:
+    def test_equal_scores(self):
         """Labels with equal scores come in label order."""
         names = [str(index) for index in range(100)]
 
@@ -191,7 +191,7 @@ class TestClassify:
 
         assert [label.label for label in labels] == names[1::2] + names[::2]
 
-    def test_weighs_windows_by_tokens(self) -> None:
+    def test_weighs_windows_by_tokens(self):
         """The logits of several windows are averaged by tokens, before they are activated."""
         [label] = classify(
             [floats(1), floats(5)], [30, 10], labels=["a"], problem_type="regression", top_k=None
@@ -202,31 +202,31 @@ class TestClassify:
 
 class TestEmbed:
     @given(arrays(np.float32, 7, elements=st.floats(-100, 100, width=32)), st.integers(1, 10**6))
-    def test_one_window_is_itself(self, vector: NDArray[np.float32], length: int) -> None:
+    def test_one_window_is_itself(self, vector, length):
         """A single window passes through bit by bit."""
         ours = embed([vector], [length], normalize=False, dimensions=None)
 
         assert ours.dtype == np.float32
         np.testing.assert_array_equal(ours, vector)
 
-    def test_weighs_windows_by_tokens(self) -> None:
+    def test_weighs_windows_by_tokens(self):
         """The vectors of several windows are averaged by tokens."""
         windows = [floats(1, 0), floats(5, 8)]
 
         assert embed(windows, [30, 10], normalize=False, dimensions=None).tolist() == [2, 2]
 
-    def test_cuts_before_it_normalises(self) -> None:
+    def test_cuts_before_it_normalises(self):
         """The vector is cut first, so that what is left has length 1."""
         vector = embed([floats(3, 4, 12)], [5], normalize=True, dimensions=2)
 
         assert vector.tolist() == floats(0.6, 0.8).tolist()
 
-    def test_zero_vector(self) -> None:
+    def test_zero_vector(self):
         """A zero vector has no direction and stays zero."""
         assert embed([floats(0, 0)], [5], normalize=True, dimensions=None).tolist() == [0, 0]
 
     @pytest.mark.parametrize("dimensions", [-1, 0, 4])
-    def test_impossible_dimensions(self, dimensions: int) -> None:
+    def test_impossible_dimensions(self, dimensions):
         """Dimensions that the vector does not have are refused."""
         with pytest.raises(ValueError, match="from 1 to 3"):
             embed([floats(1, 2, 3)], [5], normalize=True, dimensions=dimensions)
@@ -285,9 +285,7 @@ def tag(
 class TestNer:
     @pytest.mark.parametrize("strategy", AGGREGATION_STRATEGIES)
     @given(data=st.data(), words=words_of_pieces)
-    def test_agrees_with_transformers(
-        self, strategy: str, data: st.DataObject, words: list[str]
-    ) -> None:
+    def test_agrees_with_transformers(self, strategy, data, words):
         """Every strategy finds what transformers finds, with the text's own surface as word."""
         encoding, text = encode(words), join(words)
         shape = (len(encoding), len(LABELS))
@@ -311,9 +309,7 @@ class TestNer:
         capacity=st.integers(1, 9),
         strategy=st.sampled_from(AGGREGATION_STRATEGIES),
     )
-    def test_windows_that_agree(
-        self, data: st.DataObject, words: list[str], capacity: int, strategy: str
-    ) -> None:
+    def test_windows_that_agree(self, data, words, capacity, strategy):
         """A text cut into windows whose logits agree gives what it gives whole."""
         encoding, text = encode(words), join(words)
         shape = (len(encoding), len(LABELS))
@@ -324,7 +320,7 @@ class TestNer:
 
         assert in_windows == tag([encoding], [logits], text, strategy)
 
-    def test_reads_the_window_with_most_context(self) -> None:
+    def test_reads_the_window_with_most_context(self):
         """Where windows overlap, a token is read where its nearest edge is farthest."""
         words = ["a", "b", "c", "d", "e", "f", "g"]
         encoding = encode(words)
@@ -337,7 +333,7 @@ class TestNer:
         assert "".join(entity.word for entity in entities) == "abcdefg"
         assert [entity.entity for entity in entities] == ["B-PER"] * 4 + ["B-LOC"] * 3
 
-    def test_tokens_of_one_character(self) -> None:
+    def test_tokens_of_one_character(self):
         """Tokens with equal offsets (a decomposed letter) stay apart, in windows too."""
         encoding = encode(["한", "글"])
         rows = [0, 1, 1, 1, 2, 2, 3]
@@ -351,7 +347,7 @@ class TestNer:
         assert [e.entity for e in entities] == ["B-PER", "I-PER", "I-PER", "B-LOC", "I-LOC"]
         assert [e.word for e in entities] == ["한", "한", "한", "글", "글"]
 
-    def test_zero_width_tokens(self) -> None:
+    def test_zero_width_tokens(self):
         """A token without text is passed over, and does not part what stands around it."""
         encoding = encode(["Ada", "x", "King"])
         offsets = encoding.offsets.copy()
@@ -364,20 +360,20 @@ class TestNer:
         assert (entity.entity, entity.word) == ("PER", "Ada x King")
 
     @pytest.mark.parametrize("strategy", AGGREGATION_STRATEGIES)
-    def test_empty_text(self, strategy: str) -> None:
+    def test_empty_text(self, strategy):
         """A text without tokens has no entities."""
         encoding = encode([])
 
         assert tag([encoding], [one_hot(encoding)], "", strategy) == []
 
-    def test_unknown_strategy(self) -> None:
+    def test_unknown_strategy(self):
         """A strategy that does not exist is refused, and those that do are named."""
         encoding = encode([])
 
         with pytest.raises(ValueError, match="none, simple, first, average, max"):
             tag([encoding], [one_hot(encoding)], "", "last")
 
-    def test_entity_fields(self) -> None:
+    def test_entity_fields(self):
         """An entity carries plain Python values, ready for JSON."""
         words = ["😀", "Zoë"]
         encoding = encode(words)
@@ -464,14 +460,8 @@ class TestQa:
         null_threshold=st.none() | eighths,
     )
     def test_agrees_with_two_loops(
-        self,
-        data: st.DataObject,
-        words: list[str],
-        capacity: int,
-        max_answer_tokens: int,
-        top_k: int,
-        null_threshold: float | None,
-    ) -> None:
+        self, data, words, capacity, max_answer_tokens, top_k, null_threshold
+    ):
         """Answers, scores and their order equal the results of trying every pair of tokens."""
         encoding, context = encode(words, sequence=1), join(words)
         windows, parts = cut(
@@ -504,24 +494,20 @@ class TestQa:
         assert all(found.answer == context[found.start : found.end] for found in answers)
 
     @given(data=st.data(), words=words_of_pieces, max_answer_tokens=st.integers(1, 5))
-    def test_windows_that_agree(
-        self, data: st.DataObject, words: list[str], max_answer_tokens: int
-    ) -> None:
+    def test_windows_that_agree(self, data, words, max_answer_tokens):
         """Windows that share enough for any answer rank the spans as the whole context does."""
         encoding, context = encode(words, sequence=1), join(words)
         logits = data.draw(arrays(np.float32, (len(encoding), 2), elements=eighths))
         stride = data.draw(st.integers(max_answer_tokens - 1, 6))
         windows, parts = cut(encoding, logits, stride + data.draw(st.integers(1, 6)), stride)
 
-        def ranked(
-            windows: Sequence[Encoding], logits: Sequence[NDArray[np.float32]]
-        ) -> list[tuple[int, int]]:
+        def ranked(windows, logits):
             answers = answer(windows, logits, context, top_k=9, max_answer_tokens=max_answer_tokens)
             return [(answer.start, answer.end) for answer in answers]
 
         assert ranked(windows, parts) == ranked([encoding], [logits])
 
-    def test_one_softmax_over_all_windows(self) -> None:
+    def test_one_softmax_over_all_windows(self):
         """One softmax covers the tokens of all windows and the [CLS] of each."""
         encoding = encode(["a", "b"], sequence=1)
         windows, logits = cut(encoding, np.zeros((6, 2), np.float32), capacity=1, stride=0)
@@ -531,7 +517,7 @@ class TestQa:
         # two tokens and two [CLS], none more likely than another: a quarter for start and for end
         assert answers == [AnswerSpan("a", 1 / 16, 0, 1), AnswerSpan("b", 1 / 16, 2, 3)]
 
-    def test_answers_that_read_the_same_are_one(self) -> None:
+    def test_answers_that_read_the_same_are_one(self):
         """Their scores are added up, and they stand where the best of them does."""
         words = ["Rome", "or", "ro|me", "x"]
         encoding = encode(words, sequence=1)
@@ -553,7 +539,7 @@ class TestQa:
         ("null_threshold", "answers"),
         [(1.5, ["", "a", "b"]), (2, ["a", "", "b"]), (2.5, ["a", "", "b"]), (-9, ["", "a", "b"])],
     )
-    def test_null_threshold(self, null_threshold: float, answers: list[str]) -> None:
+    def test_null_threshold(self, null_threshold, answers):
         """The null answer leads if it beats the best span by more than the threshold."""
         encoding = encode(["a", "b"], sequence=1)
         logits = np.zeros((6, 2), np.float32)
@@ -571,7 +557,7 @@ class TestQa:
 
         assert [answer.answer for answer in found] == answers
 
-    def test_empty_context(self) -> None:
+    def test_empty_context(self):
         """A context without tokens has no answer but the null answer."""
         encoding = encode([], sequence=1)
         logits = np.zeros((4, 2), np.float32)
@@ -581,7 +567,7 @@ class TestQa:
             AnswerSpan("", 1, 0, 0)
         ]
 
-    def test_tokens_without_text(self) -> None:
+    def test_tokens_without_text(self):
         """A token of zero width is no answer."""
         encoding = encode(["a", "b"], sequence=1)
         offsets = encoding.offsets.copy()
@@ -593,7 +579,7 @@ class TestQa:
 
         assert [answer.answer for answer in answers] == ["b"]
 
-    def test_answer_fields(self) -> None:
+    def test_answer_fields(self):
         """An answer carries plain Python values, ready for JSON."""
         words = ["😀", "Zoë"]
         encoding = encode(words, sequence=1)
@@ -607,7 +593,7 @@ class TestQa:
 @pytest.mark.parametrize(
     "text", ["", "plain", "é ü", "a 😀 b 👩‍👧 Oslo", "\U0001d49c" * 3 + "x", "\ud800 Oslo"]
 )
-def test_utf16_offsets_cut_as_javascript_does(text: str) -> None:
+def test_utf16_offsets_cut_as_javascript_does(text):
     """Every span of a text is found again in its UTF-16 code units."""
     spans = [
         decode.EntitySpan("LOC", 1.0, text[start:end], start, end)
@@ -621,7 +607,7 @@ def test_utf16_offsets_cut_as_javascript_does(text: str) -> None:
         assert span.word.encode("utf-16-le", "surrogatepass") == cut
 
 
-def test_best_window_counts() -> None:
+def test_best_window_counts():
     """The score is the sigmoid of the highest logit; raw, the logit; of a regression, the logit."""
     windows = [np.float32([-1]), np.float32([2]), np.float32([0])]
     scores = [
@@ -632,7 +618,7 @@ def test_best_window_counts() -> None:
     assert [1 / (1 + math.exp(-2)), 2.0, 2.0] == pytest.approx(scores)
 
 
-def test_cosines() -> None:
+def test_cosines():
     """A cosine does not depend on the lengths of vectors; that with a zero vector is 0."""
     query = np.float32([3, 4])
     others = [np.float32([6, 8]), np.float32([-4, 3]), np.float32([0, 0])]
@@ -640,7 +626,7 @@ def test_cosines() -> None:
     assert [0.0] == decode.cosines(np.zeros(2, np.float32), others[:1])
 
 
-def test_token_vectors() -> None:
+def test_token_vectors():
     """Vectors of length 1, one window after the other, none for skipped tokens; zero stays zero."""
     windows = (np.float32([[3, 4], [0, 0], [1, 0]]), np.float32([[0, 2]]))
     ids = (np.array([2, 7, 8]), np.array([3]))
@@ -652,7 +638,7 @@ def test_token_vectors() -> None:
 
 
 @pytest.mark.parametrize(("mean", "scores"), [(False, [11, -5, 0]), (True, [5.5, -2.5, 0])])
-def test_maxsim(mean: bool, scores: list[float]) -> None:
+def test_maxsim(mean, scores):
     """The sum, or the mean, over the query's tokens of the best product with a document's token."""
     query = np.float32([[1, 0], [0, 2]])
     documents = np.float32([[3, 1], [1, 4]]), np.float32([[-1, -2]]), np.zeros((0, 2), np.float32)
@@ -668,14 +654,14 @@ class TestZeroShot:
         assert sorted(found, key=lambda one: -one.score) == found
         return dict(found)
 
-    def test_labels_that_exclude_each_other(self) -> None:
+    def test_labels_that_exclude_each_other(self):
         """One softmax over the entailments."""
         expected = math.exp(3) / (math.exp(3) + math.exp(1))
         scores = self.scores(["a", "b"], multi_label=False)
         assert {"a": expected, "b": 1 - expected} == pytest.approx(scores)
 
     @pytest.mark.parametrize(("labels", "multi_label"), [(["a", "b"], True), (["a"], False)])
-    def test_labels_with_scores_of_their_own(self, labels: list[str], multi_label: bool) -> None:
+    def test_labels_with_scores_of_their_own(self, labels, multi_label):
         """Entailment against contradiction, also for a single label."""
         scores = self.scores(labels, multi_label=multi_label)
         assert 1 / (1 + math.exp(-2)) == pytest.approx(scores["a"])
@@ -685,11 +671,11 @@ class TestZeroShot:
 class TestQuantize:
     VECTOR = np.array([0.5, -0.25, 0.0, 1.0, -1.0, 0.1, 0.2, -0.3, 0.7], np.float32)
 
-    def test_float(self) -> None:
+    def test_float(self):
         """A vector of floats is not changed."""
         assert decode.quantize(self.VECTOR, "float") is self.VECTOR
 
-    def test_levels(self) -> None:
+    def test_levels(self):
         """Numbers become 256 levels of their dimension's range, whose ends are those of numbers beyond it.
 
         A range without width has the level of its distance.
@@ -705,7 +691,7 @@ class TestQuantize:
             assert dtype == found.dtype
 
     @pytest.mark.parametrize("dtype", ["int8", "uint8", "binary", "ubinary"])
-    def test_sentence_transformers(self, dtype: Any) -> None:
+    def test_sentence_transformers(self, dtype):
         """The numbers and the type equal `quantize_embeddings`."""
         rng = np.random.default_rng(7)
         vectors = rng.normal(size=(50, 13)).astype(np.float32)
@@ -717,7 +703,7 @@ class TestQuantize:
         assert expected.dtype == found.dtype
 
     @pytest.mark.parametrize("ranges", [None, ((0.0,), (1.0,))])
-    def test_missing_ranges(self, ranges: Any) -> None:
+    def test_missing_ranges(self, ranges):
         """8-bit numbers need a range of each dimension."""
         with pytest.raises(ValueError, match="int8 needs the ranges of 9 dimensions"):
             decode.quantize(self.VECTOR, "int8", ranges)
@@ -740,7 +726,7 @@ def cut_windows(whole: Encoding, capacity: int, stride: int) -> list[Encoding]:
     return cut(whole, np.zeros((len(whole), 1), np.float32), capacity, stride)[0]
 
 
-def test_masks_of_one_window() -> None:
+def test_masks_of_one_window():
     """They are found at their places among all tokens, and read in their order."""
     item = Encoded((masked(5, 1, 4),), truncated=True)
     found = find_masks(item, MASK)
@@ -752,7 +738,7 @@ def test_masks_of_one_window() -> None:
     )
 
 
-def test_text_without_masks() -> None:
+def test_text_without_masks():
     """It has no place, and one window."""
     item = Encoded(tuple(cut_windows(masked(30), 10, 4)), truncated=False)
     found = find_masks(item, MASK)
@@ -768,7 +754,7 @@ def test_text_without_masks() -> None:
     st.integers(4, 12),
     st.integers(0, 2),
 )
-def test_masks_of_windows(text: tuple[int, set[int]], capacity: int, stride: int) -> None:
+def test_masks_of_windows(text, capacity, stride):
     """Each mask token is read once, from the window where it is farthest from an edge; no other window is kept."""
     size, places = text
     whole = masked(size, *places)
@@ -796,7 +782,7 @@ def test_masks_of_windows(text: tuple[int, set[int]], capacity: int, stride: int
         )
 
 
-def test_best_tokens_of_a_mask() -> None:
+def test_best_tokens_of_a_mask():
     """Probabilities are of the whole vocabulary, also for targets; equal ones are in the order of the ids."""
     found = find_masks(Encoded((masked(3, 0, 2),), truncated=False), MASK)
     logits = np.log(np.array([[1, 4, 1, 2], [2, 2, 2, 2]], np.float32))
@@ -809,7 +795,7 @@ def test_best_tokens_of_a_mask() -> None:
 
 
 @given(arrays(np.float32, (2, 50), elements=st.floats(-9, 9, width=32)), st.integers(1, 60))
-def test_best_tokens_agree_with_sorting(logits: NDArray[np.float32], top_k: int) -> None:
+def test_best_tokens_agree_with_sorting(logits, top_k):
     """The best tokens are the first of all, sorted by probability."""
     found = find_masks(Encoded((masked(3, 0, 2),), truncated=False), MASK)
     for scores, tokens in zip(

@@ -182,7 +182,7 @@ class TestTexts:
         assert [item.truncated for item in encoded] == [item.truncated for item in windows]
         assert [item.lengths for item in encoded] == [item.lengths for item in windows]
 
-    def test_fields(self, encoder: Encoder) -> None:
+    def test_fields(self, encoder):
         """Every token knows its place and word in its text; special tokens have none."""
         [encoded] = encoder.texts(["The unaffable café"])
         [window] = encoded.windows
@@ -200,7 +200,7 @@ class TestTexts:
     @pytest.mark.parametrize(
         "single", ["[CLS]:0 $A:0 [SEP]:0", "[CLS]:1 $A:1 [SEP]:1", "[CLS]:2 $A:0 [SEP]:1"]
     )
-    def test_windows_have_the_types_of_the_template(self, single: str) -> None:
+    def test_windows_have_the_types_of_the_template(self, single):
         """Whether all tokens have one in common or not."""
         tokenizer = lettered()
         tokenizer.post_processor = template(single, "[CLS] $A [SEP] $B:1 [SEP]:1")
@@ -210,7 +210,7 @@ class TestTexts:
         assert (ids(encoded), types(encoded)) == (ids(windows), types(windows))
         assert types(windows)[0] == tokenizer.encode(prose[0]).type_ids
 
-    def test_places_of_later_windows(self, encoder: Encoder) -> None:
+    def test_places_of_later_windows(self, encoder):
         """In every window, places and words are those in the whole text."""
         text = "the river cafes " * 10
 
@@ -228,12 +228,12 @@ class TestTexts:
                 assert spans[word][0] <= start < end <= spans[word][1]
 
     @pytest.mark.parametrize("truncate", [True, "window", False])
-    def test_empty(self, encoder: Encoder, truncate: Any) -> None:
+    def test_empty(self, encoder, truncate):
         """An empty text, or a blank one, is its special tokens alone; no texts are none."""
         assert ids(encoder.texts(["", " \n"], truncate=truncate)) == [[2, 3], [2, 3]]
         assert encoder.texts([], truncate=truncate) == []
 
-    def test_refuses_all_that_are_too_long(self, encoder: Encoder) -> None:
+    def test_refuses_all_that_are_too_long(self, encoder):
         """Without truncation every text that is too long is named, and one that just fits is not."""
         fits, long = "the " * 14, "the " * 15
         assert len(encoder.texts([fits], truncate=False)[0].windows[0]) == 16
@@ -245,12 +245,12 @@ class TestTexts:
         assert str(refused.value).startswith("inputs [0, 3]: ")
 
     @pytest.mark.parametrize("stride", [-1, 14, 15])
-    def test_impossible_stride(self, encoder: Encoder, stride: int) -> None:
+    def test_impossible_stride(self, encoder, stride):
         """A stride that leaves a window nothing new is refused."""
         with pytest.raises(ValueError, match=f"a stride of {stride} does not fit windows of 14"):
             encoder.texts(["the " * 20], truncate="window", stride=stride)
 
-    def test_longest_stride(self, encoder: Encoder) -> None:
+    def test_longest_stride(self, encoder):
         """The longest stride shares half of the text's room with each neighbour."""
         assert encoder.longest_stride == 7
 
@@ -275,7 +275,7 @@ class TestPrompts:
         whole = len(peer(prompt + text)["input_ids"])
         assert (whole > max_length) is found[0].truncated
 
-    def test_every_window_has_the_prompt(self, encoder: Encoder) -> None:
+    def test_every_window_has_the_prompt(self, encoder):
         """Windows of a long text begin with the prompt and share `stride` tokens of the text."""
         text = "The river un ! , ? 1 2 the the river , ? 1 2 ! cafe 2 1"
         windows = encoder.windows([text], truncate="window", stride=2, prompt="cafe: ")[0].windows
@@ -290,7 +290,7 @@ class TestPrompts:
         assert len(windows) > 1
         assert own == rest
 
-    def test_first_window_is_the_cut_text(self, encoder: Encoder) -> None:
+    def test_first_window_is_the_cut_text(self, encoder):
         """The first window is what `truncate` true gives; a text that fits is one window."""
         for text in ("The river un ! , ? 1 2 the the river , ? 1 2 ! cafe 2 1", "The river"):
             (cut,) = encoder.windows([text], prompt="cafe ")
@@ -298,7 +298,7 @@ class TestPrompts:
             assert ids([cut]) == ids([windows])[:1]
             assert not windows.truncated
 
-    def test_a_prompt_that_joins_the_text(self, encoder: Encoder) -> None:
+    def test_a_prompt_that_joins_the_text(self, encoder):
         """Later windows begin with the tokens that the prompt has within the text, too."""
         text = "afables " + "river " * 20
         (found,) = encoder.windows([text], prompt="river un", truncate="window")
@@ -307,14 +307,14 @@ class TestPrompts:
         assert ids([found])[0] == [2, *joined[:14], 3]
         assert all(window[1] == shared[0] for window in ids([found]))
 
-    def test_refuses_all_that_are_too_long(self, encoder: Encoder) -> None:
+    def test_refuses_all_that_are_too_long(self, encoder):
         """The prompt counts where texts must fit."""
         texts = ["river " * 14, "river " * 13, "river"]
         refused = refusal(lambda: encoder.windows(texts, truncate=False, prompt="the "))
         assert refused is not None
         assert [0] == refused[0]
 
-    def test_long_prompts(self, encoder: Encoder) -> None:
+    def test_long_prompts(self, encoder):
         """A prompt of more than half a window is no beginning of every window."""
         assert 7 == encoder.longest_prompt == encoder.count_tokens("river " * 7)
         encoder.windows(["river " * 20], prompt="river " * 7, truncate="window")
@@ -346,14 +346,14 @@ class TestPairs:
         whole = [len(row) for row in peer(texts, pairs)["input_ids"]]
         assert [item.truncated for item in encoded] == [size > max_length for size in whole]
 
-    def test_refuses_all_that_are_too_long(self, encoder: Encoder) -> None:
+    def test_refuses_all_that_are_too_long(self, encoder):
         """Without truncation every pair that is too long is named, and one that just fits is not."""
         with pytest.raises(TextError, match="longer than 16 tokens") as refused:
             encoder.pairs(["the " * 6] * 3, ["the " * 8, "the " * 7, "the " * 9], truncate=False)
 
         assert refused.value.indices == [0, 2]
 
-    def test_different_numbers(self, encoder: Encoder) -> None:
+    def test_different_numbers(self, encoder):
         """Texts without a partner are refused."""
         with pytest.raises(ValueError, match="shorter"):
             encoder.pairs(["the", "river"], ["cafe"])
@@ -388,7 +388,7 @@ class TestQuestions:
         assert types(encoded) == expected["token_type_ids"]
         assert not encoded[0].truncated
 
-    def test_long_question(self, encoder: Encoder) -> None:
+    def test_long_question(self, encoder):
         """A question longer than `max_query_tokens` is cut to it, and that is said."""
         cut, whole = encoder.questions(
             ["the " * 5, "the " * 4], ["river", "river"], max_query_tokens=4
@@ -397,16 +397,16 @@ class TestQuestions:
         assert [len(own(item.windows[0], 0)) for item in (cut, whole)] == [4, 4]
         assert [cut.truncated, whole.truncated] == [True, False]
 
-    def test_question_as_long_as_a_window(self, encoder: Encoder) -> None:
+    def test_question_as_long_as_a_window(self, encoder):
         """However long the question, windows keep their length, and room for some context."""
         for truncate in (True, "window"):
-            [encoded] = encoder.questions(["the " * 20], ["river cafe"], truncate=truncate)  # type: ignore[arg-type]
+            [encoded] = encoder.questions(["the " * 20], ["river cafe"], truncate=truncate)
 
             assert encoded.truncated
             assert {len(window) for window in encoded.windows} == {16}
             assert len(own(encoded.windows[0], 1)) == 1
 
-    def test_one_window(self, encoder: Encoder) -> None:
+    def test_one_window(self, encoder):
         """With plain truncation there is one window, and the encoding reports the truncation."""
         short, long = encoder.questions(["the?"] * 2, ["river", "river " * 20], truncate=True)
 
@@ -414,7 +414,7 @@ class TestQuestions:
         assert [short.truncated, long.truncated] == [False, True]
         assert len(long.windows[0]) == 16
 
-    def test_refuses_all_that_are_too_long(self, encoder: Encoder) -> None:
+    def test_refuses_all_that_are_too_long(self, encoder):
         """Without truncation, long contexts and long questions are refused, every one named."""
         questions = ["the?", "the " * 5, "the?", "the?"]
         contexts = ["river " * 12, "river", "river " * 11, "river"]
@@ -424,7 +424,7 @@ class TestQuestions:
 
         assert refused.value.indices == [0, 1]
 
-    def test_stride_of_small_windows(self, encoder: Encoder) -> None:
+    def test_stride_of_small_windows(self, encoder):
         """A stride too large for what the question leaves shrinks to half of that."""
         [encoded] = encoder.questions(["the " * 7], ["river " * 20], stride=7)
 
@@ -442,10 +442,10 @@ class TestOneWithEach:
         """Each pair has the tokens, types and refusals that it has alone."""
         encoder = Encoder(lettered(), 16)
 
-        def separately() -> list[Cut]:
+        def separately():
             return [*encoder.pairs([first] * len(seconds), seconds, truncate=truncate)]
 
-        def together() -> list[Cut]:
+        def together():
             others = encoder.text_ids(seconds, truncate)
             return encoder.one_with_each(*encoder.text_ids([first]), others, truncate=truncate)
 
@@ -476,10 +476,10 @@ class TestPrefixed:
         """Windows and refusals equal the results for texts that begin with the prefix, at that length."""
         whole = Encoder(lettered(), min(length, 16))
 
-        def expected() -> list[Cut]:
+        def expected():
             return [*whole.texts([f"the {text}" for text in texts], truncate=truncate)]
 
-        def found() -> list[Cut]:
+        def found():
             encoder = Encoder(lettered(), 16)
             return encoder.prefixed(texts, prefix="the ", length=length, truncate=truncate)
 
@@ -488,7 +488,7 @@ class TestPrefixed:
             assert (ids(expected()), types(expected())) == (ids(found()), types(found()))
             assert [a.truncated for a in expected()] == [b.truncated for b in found()]
 
-    def test_each_window_begins_with_the_prefix(self, encoder: Encoder) -> None:
+    def test_each_window_begins_with_the_prefix(self, encoder):
         """A long text is read in windows; neighbors share a stride, at most half of the text's tokens in a window."""
         (the,) = encoder.prefixed(["the"])
         (long,) = encoder.prefixed(
@@ -500,7 +500,7 @@ class TestPrefixed:
             (int(window.input_ids[0]), window.input_ids[1]) for window in long.windows
         }
 
-    def test_a_prefix_that_fills_a_window(self, encoder: Encoder) -> None:
+    def test_a_prefix_that_fills_a_window(self, encoder):
         """It is cut at half a window, so that every window has a part of the text."""
         (cut,) = encoder.prefixed(["river " * 12], prefix="the " * 20, length=8, truncate="window")
         assert len(cut.windows) > 2
@@ -511,20 +511,20 @@ class TestExpand:
     WINDOW = Window(np.array([2, 7, 3]), np.array([0, 1, 1]))
 
     @pytest.mark.parametrize(("attended", "hidden"), [(True, 0), (False, 2)])
-    def test_filled_up(self, attended: bool, hidden: int) -> None:
+    def test_filled_up(self, attended, hidden):
         """Added tokens are of the first segment, and others attend to them or not."""
         found = expand(self.WINDOW, 5, 4, attended=attended)
         assert [2, 7, 3, 4, 4] == found.input_ids.tolist()
         assert [0, 1, 1, 0, 0] == found.token_type_ids.tolist()
         assert hidden == found.hidden
 
-    def test_long_enough(self) -> None:
+    def test_long_enough(self):
         """A window of that length stays as it is."""
         assert self.WINDOW is expand(self.WINDOW, 3, 4, attended=False)
 
 
 class TestWhole:
-    def test_nothing_is_cut(self) -> None:
+    def test_nothing_is_cut(self):
         """A text that is longer than a window is whole, and marked."""
         encoder = Encoder(lettered(), 8)
         short, long = encoder.whole(["The river", "The river " * 9])
@@ -536,9 +536,7 @@ class TestWhole:
 class TestOffsets:
     @settings(max_examples=250)  # 5,000 texts
     @given(texts=st.lists(odd_text, min_size=20, max_size=20))
-    def test_every_token_is_in_its_text(
-        self, tokenizer: tokenizers.Tokenizer, texts: list[str]
-    ) -> None:
+    def test_every_token_is_in_its_text(self, tokenizer, texts):
         """Places are half-open code points, rise, are never empty, and hold what became the token."""
         encoder = Encoder(tokenizer, 512)
 
@@ -605,7 +603,7 @@ def assert_comes_from(encoder: Encoder, token: int, part: str) -> None:
 
 
 class TestTokenizer:
-    def test_state_is_never_changed(self, tokenizer: tokenizers.Tokenizer) -> None:
+    def test_state_is_never_changed(self, tokenizer):
         """However text is cut, the tokenizer stays what it was."""
         encoder = Encoder(tokenizer, 16)
         before = encoder.tokenizer.to_str()
@@ -622,7 +620,7 @@ class TestTokenizer:
         assert encoder.tokenizer.truncation is None
         assert encoder.tokenizer.padding is None
 
-    def test_baked_truncation_and_padding(self, tmp_path: Path) -> None:
+    def test_baked_truncation_and_padding(self, tmp_path):
         """A file that carries truncation and padding is loaded without either."""
         tokenizer = lettered()
         tokenizer.enable_truncation(max_length=4)
@@ -634,7 +632,7 @@ class TestTokenizer:
         assert len(encoder.texts(["the river " * 10])[0].windows[0]) == 22
         assert len(encoder.texts(["the"])[0].windows[0]) == 3
 
-    def test_minilm_file(self, minilm: Path) -> None:
+    def test_minilm_file(self, minilm):
         """MiniLM's own file, which cuts at 128 and pads, is loaded without either."""
         carried = tokenizers.Tokenizer.from_file(str(minilm))
         assert carried.truncation is not None
@@ -645,7 +643,7 @@ class TestTokenizer:
         assert (loaded.truncation, loaded.padding) == (None, None)
         assert len(Encoder(loaded, 512).texts(["the " * 600])[0].windows[0]) == 512
 
-    def test_refuses_a_tokenizer_that_cuts(self) -> None:
+    def test_refuses_a_tokenizer_that_cuts(self):
         """An encoder is not made from a tokenizer that cuts or pads by itself."""
         cutting, padding = lettered(), lettered()
         cutting.enable_truncation(8)
@@ -664,7 +662,7 @@ class TestTokenizer:
             ("[CLS]:1 $A:1 [SEP]:1", "[CLS] [CLS] $A [SEP]:1 $B:1 [CLS]:1"),
         ],
     )
-    def test_other_templates(self, single: str, pair: str) -> None:
+    def test_other_templates(self, single, pair):
         """Whatever special tokens a tokenizer's template has, texts are framed by them."""
         tokenizer = lettered()
         tokenizer.post_processor = template(single, pair)

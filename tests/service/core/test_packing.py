@@ -1,7 +1,6 @@
 """A packed batch holds every token once, and its layout says where each stands in a rectangle."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +37,7 @@ def encoding(ids: Sequence[int]) -> Encoding:
 
 class TestLayout:
     @given(LENGTHS)
-    def test_by_counting(self, lengths: list[int]) -> None:
+    def test_by_counting(self, lengths):
         """The arrays are what counting tokens and slots one by one gives."""
         longest, token = max(lengths), 0
         unpack, slots, starts = [], [], [0]
@@ -58,7 +57,7 @@ class TestLayout:
         assert layout.longest == longest
 
     @given(LENGTHS)
-    def test_round_trip(self, lengths: list[int]) -> None:
+    def test_round_trip(self, lengths):
         """Tokens unpacked into slots and packed again are the tokens."""
         layout = make_layout(lengths)
         tokens = np.arange(sum(lengths)) + 100
@@ -66,7 +65,7 @@ class TestLayout:
         np.testing.assert_array_equal(tokens[layout.unpack].reshape(-1)[layout.pack], tokens)
 
     @given(LENGTHS)
-    def test_padding_stays_at_home(self, lengths: list[int]) -> None:
+    def test_padding_stays_at_home(self, lengths):
         """A padding slot holds its own sequence's first token."""
         layout = make_layout(lengths)
 
@@ -74,7 +73,7 @@ class TestLayout:
             assert set(layout.unpack[row, length:].tolist()) <= {layout.cu_seqlens[row]}
 
     @given(LENGTHS, st.sampled_from([1, 3, 8]))
-    def test_wider_rows(self, lengths: list[int], multiple: int) -> None:
+    def test_wider_rows(self, lengths, multiple):
         """A widened layout has the next multiple of slots in a row: the tokens' own, and padding."""
         layout = make_layout(lengths)
 
@@ -87,7 +86,7 @@ class TestLayout:
         assert (wide.unpack[:, layout.longest :] == wide.unpack[:, :1]).all()
 
     @given(LENGTHS)
-    def test_token_offset(self, lengths: list[int]) -> None:
+    def test_token_offset(self, lengths):
         """`token_offset` lists the slots of all real tokens in order, then the padding slots."""
         columns = max(lengths)
 
@@ -100,7 +99,7 @@ class TestLayout:
         padding = sorted(set(range(found.size)) - set(real))
         assert real + padding == found.reshape(-1).tolist()
 
-    def test_types(self) -> None:
+    def test_types(self):
         """Indices are int64, but for the two that the GPU's kernels take."""
         layout = make_layout([2, 3])
 
@@ -108,19 +107,19 @@ class TestLayout:
             assert array.dtype == np.int64
         assert layout.cu_seqlens.dtype == layout.token_offset().dtype == np.int32
 
-    def test_any_iterable(self) -> None:
+    def test_any_iterable(self):
         """Lengths may come from anything that gives integers."""
         assert make_layout(iter(np.array([2, 1]))).pack.tolist() == [0, 1, 2]
 
     @given(LENGTHS)
-    def test_positions(self, lengths: list[int]) -> None:
+    def test_positions(self, lengths):
         """Each sequence's positions count from 0."""
         expected = [position for length in lengths for position in range(length)]
 
         assert positions(make_layout(lengths)).tolist() == expected
 
     @pytest.mark.parametrize("lengths", [[], [0], [3, 0, 2], [2, -1]])
-    def test_nothing_to_pack(self, lengths: list[int]) -> None:
+    def test_nothing_to_pack(self, lengths):
         """A batch without sequences, or with an empty one, is refused with its lengths."""
         with pytest.raises(ValueError, match="at least one token") as refused:
             make_layout(lengths)
@@ -129,7 +128,7 @@ class TestLayout:
 
 
 class TestPack:
-    def test_concatenates(self) -> None:
+    def test_concatenates(self):
         """Encodings stand one after the other, in order, each with positions of its own."""
         packed = pack([encoding([5, 6, 7]), encoding([8]), encoding([9, 10])])
 
@@ -138,7 +137,7 @@ class TestPack:
         assert packed.position_ids.tolist() == [0, 1, 2, 0, 0, 1]
         assert packed.lengths.tolist() == [3, 1, 2]
 
-    def test_hidden_tokens(self) -> None:
+    def test_hidden_tokens(self):
         """Tokens that no token attends to have slots, and are not counted as attended."""
         ids = np.array([5, 6, 7])
         window = Window(ids, 0 * ids, hidden=2)
@@ -152,14 +151,14 @@ class TestPack:
         assert [own.layout.attended.tolist() for own in each(packed)] == [[2], [1]]
 
     @pytest.mark.parametrize("encodings", [[], [encoding([])], [encoding([1]), encoding([])]])
-    def test_nothing_to_pack(self, encodings: list[Encoding]) -> None:
+    def test_nothing_to_pack(self, encodings):
         """No encodings, or one without tokens, are refused."""
         with pytest.raises(ValueError, match="at least one token"):
             pack(encodings)
 
 
 class TestEach:
-    def test_one_after_the_other(self) -> None:
+    def test_one_after_the_other(self):
         """Each sequence becomes the batch that packing it alone would give."""
         encodings = [encoding([5, 6, 7]), encoding([8]), encoding([9, 10])]
 
@@ -173,11 +172,11 @@ class TestEach:
 
 class TestSplit:
     @given(LENGTHS)
-    def test_everyone_gets_their_own(self, lengths: list[int]) -> None:
+    def test_everyone_gets_their_own(self, lengths):
         """Each sequence gets the rows of its own tokens, and its own row where there is one each."""
         layout = make_layout(lengths)
         owners = np.repeat(np.arange(len(lengths)), lengths).astype(np.float32)
-        outputs: dict[str, Any] = {
+        outputs = {
             "entities": np.stack([owners, positions(layout).astype(np.float32)], axis=1),
             "mood": np.arange(len(lengths), dtype=np.float32)[:, None],
         }
@@ -189,7 +188,7 @@ class TestSplit:
             assert row["entities"].tolist() == [[index, position] for position in range(length)]
             assert row["mood"].tolist() == [index]
 
-    def test_as_many_tokens_as_sequences(self) -> None:
+    def test_as_many_tokens_as_sequences(self):
         """The name of an array decides whether it has a row per token, not its number of rows."""
         layout = make_layout([1, 1])
         rows = np.array([[1.0], [2.0]], np.float32)
@@ -211,13 +210,13 @@ HEADS = {
 
 
 class TestMaskPositions:
-    def test_of_all_sequences(self) -> None:
+    def test_of_all_sequences(self):
         """Mask tokens are found in the whole batch, in order; sequences may have none or several."""
         packed = pack([encoding([MASK, 6, MASK]), encoding([8]), encoding([9, MASK])])
 
         assert [0, 2, 5] == mask_positions(packed, MASK).tolist()
 
-    def test_at_most(self) -> None:
+    def test_at_most(self):
         """Only the first tokens of each sequence count."""
         many = encoding([MASK] * (MOST_MASKS + 3))
         packed = pack([many, encoding([1, MASK]), many])
@@ -228,7 +227,7 @@ class TestMaskPositions:
         third = range(second + 1, second + 1 + MOST_MASKS)
         assert [*range(MOST_MASKS), second, *third] == found
 
-    def test_rows_of_each_sequence(self) -> None:
+    def test_rows_of_each_sequence(self):
         """Outputs per mask token are split by the mask tokens of each sequence, and others as before."""
         packed = pack([encoding([MASK, 6, MASK]), encoding([8]), encoding([9, MASK])])
         rows = np.arange(3, dtype=np.float32)[:, None] * np.ones(9, np.float32)

@@ -114,7 +114,7 @@ def unknown_device() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("asked", "precision"), [("auto", "fp32"), ("fp32", "fp32"), ("int8", "int8")]
 )
-def test_graph(asked: Any, precision: str, opened: Bundle) -> None:
+def test_graph(asked, precision, opened):
     """The packed graph of the precision that was asked for is opened; `auto` is the manifest's default."""
     session = open_session(opened, precision=asked, provider="cpu", options=ONE_THREAD)
     assert (precision, "packed", CPU) == (
@@ -124,7 +124,7 @@ def test_graph(asked: Any, precision: str, opened: Bundle) -> None:
     )
 
 
-def test_default_precision(copy: Path) -> None:
+def test_default_precision(copy):
     """A bundle whose default is int8 is served as int8 unless the setting is fp32."""
     change_manifest(copy, lambda manifest: manifest.update(default_precision="int8"))
     session = open_session(bundle.load(copy), options=ONE_THREAD, provider="cpu")
@@ -132,9 +132,7 @@ def test_default_precision(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["portable", "padded", "alone"])
-def test_graph_of_rectangles_answers_the_same(
-    layout: str, copy: Path, opened: Bundle, packed: Packed
-) -> None:
+def test_graph_of_rectangles_answers_the_same(layout, copy, opened, packed):
     """A bundle with only the portable graph is served in both layouts, with the packed graph's results."""
     change_manifest(copy, only("portable"))
     change_manifest(copy, lambda manifest: manifest["graphs"][0].update(layout=layout))
@@ -148,17 +146,15 @@ def test_graph_of_rectangles_answers_the_same(
 
 
 @pytest.mark.parametrize(("layout", "sizes"), [("padded", [9]), ("alone", [1] * 9)])
-def test_runs_of_a_batch(
-    layout: str, sizes: list[int], copy: Path, packed: Packed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_of_a_batch(layout, sizes, copy, packed, monkeypatch):
     """A padded graph runs a batch at once; one whose answers depend on company, a text at a time and unpadded."""
     change_manifest(copy, only("portable"))
     change_manifest(copy, lambda manifest: manifest["graphs"][0].update(layout=layout))
     session = open_session(bundle.load(copy), options=ONE_THREAD, provider="cpu")
-    shapes: list[tuple[int, ...]] = []
+    shapes = []
     run = session._session.run
 
-    def spy(outputs: Any, feeds: dict[str, Any], options: Any) -> Any:
+    def spy(outputs, feeds, options):
         shapes.append(feeds["input_ids"].shape)
         return run(outputs, feeds, options)
 
@@ -169,7 +165,7 @@ def test_runs_of_a_batch(
     assert longest == [columns for _, columns in shapes]
 
 
-def test_heads_are_computed_alone_as_with_all(opened: Bundle) -> None:
+def test_heads_are_computed_alone_as_with_all(opened):
     """A run of some heads returns only their outputs, equal to the outputs of a run of all heads."""
     session = open_session(opened, options=ONE_THREAD, provider="cpu")
     golden = opened.golden
@@ -185,7 +181,7 @@ def test_heads_are_computed_alone_as_with_all(opened: Bundle) -> None:
             np.testing.assert_array_equal(everything[name], outputs[name])
 
 
-def test_padded_feeds() -> None:
+def test_padded_feeds():
     """Tokens, segments and positions in their slots; padding holds its sequence's first token and is masked."""
     layout = packing.make_layout([3, 1])
     ids, types = np.array([5, 6, 7, 8]), np.array([0, 0, 1, 1])
@@ -199,7 +195,7 @@ def test_padded_feeds() -> None:
     assert {np.dtype(np.int64)} == {value.dtype for value in feeds.values()}
 
 
-def test_hidden_tokens_are_masked() -> None:
+def test_hidden_tokens_are_masked():
     """Tokens that no token attends to are masked, and a packed graph gets the number of the others as lengths."""
     layout = packing.make_layout([3, 1], [2, 0])
     ids = np.array([5, 6, 7, 8])
@@ -209,7 +205,7 @@ def test_hidden_tokens_are_masked() -> None:
     assert ([1, 1], [0, 1, 2, SLOT_MULTIPLE]) == (feeds["lengths"].tolist(), feeds["pack"].tolist())
 
 
-def test_shapes(opened: Bundle, packed: Packed) -> None:
+def test_shapes(opened, packed):
     """Outputs have a row per sequence or per token."""
     outputs = open_session(opened, options=ONE_THREAD, provider="cpu").run(packed)
     tokens, texts = len(packed.input_ids), len(packed.lengths)
@@ -223,7 +219,7 @@ def test_shapes(opened: Bundle, packed: Packed) -> None:
     assert {np.dtype(np.float32)} == {value.dtype for value in outputs.values()}
 
 
-def test_threads_change_nothing(opened: Bundle, packed: Packed) -> None:
+def test_threads_change_nothing(opened, packed):
     """One thread or several, spinning or not: the answers are the same."""
     graph = opened.manifest.graphs[0]
     expected = Session(opened, graph, CPU, ONE_THREAD).run(packed)
@@ -235,7 +231,7 @@ def test_threads_change_nothing(opened: Bundle, packed: Packed) -> None:
 # -- providers ------------------------------------------------------------------------------------
 
 
-def test_cuda_with_a_cpu_runtime(opened: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_with_a_cpu_runtime(opened, monkeypatch):
     """CUDA that was asked for and cannot be ends with what to install."""
     monkeypatch.setattr(ort, "get_available_providers", lambda: [CPU.provider])
     line = "provider is cuda, but this onnxruntime has no CUDA provider: install onnxruntime-gpu"
@@ -244,7 +240,7 @@ def test_cuda_with_a_cpu_runtime(opened: Bundle, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("gpu_build")
-def test_cuda_without_its_library(opened: Bundle) -> None:
+def test_cuda_without_its_library(opened):
     """The library that is missing is named; `auto` serves on the CPU, and can say why."""
     with pytest.raises(ProviderError, match=r"a library is missing: libcudnn\.so\.9"):
         open_session(opened, provider="cuda", options=ONE_THREAD)
@@ -253,14 +249,14 @@ def test_cuda_without_its_library(opened: Bundle) -> None:
     assert "libcudnn.so.9" in (session.provider_note or "")
 
 
-def test_auto_without_a_gpu_build(opened: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_without_a_gpu_build(opened, monkeypatch):
     """The CPU build of ONNX Runtime serves on the CPU without a warning."""
     monkeypatch.setattr(ort, "get_available_providers", lambda: [CPU.provider])
     session = open_session(opened, options=ONE_THREAD)
     assert (CPU, None) == (session.kind, session.provider_note)
 
 
-def test_cpu_is_never_in_doubt(opened: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_is_never_in_doubt(opened, monkeypatch):
     """With `provider = cpu` no GPU is queried, also where the runtime is a GPU build."""
     monkeypatch.setattr(cuda, "find_gpu", lambda: pytest.fail("queried a GPU"))
     monkeypatch.setattr(ort, "get_available_providers", lambda: [CUDA.provider, CPU.provider])
@@ -270,9 +266,7 @@ def test_cpu_is_never_in_doubt(opened: Bundle, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.filterwarnings("ignore:Specified provider")
-def test_auto_with_a_gpu_that_does_not_work(
-    opened: Bundle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_with_a_gpu_that_does_not_work(opened, monkeypatch):
     """If CUDA loads but its device is not usable, `auto` serves on the CPU and logs the reason."""
     monkeypatch.setattr("service.core.session.device_problem", lambda kind: None)
     monkeypatch.setattr(ort, "get_available_providers", lambda: [CUDA.provider, CPU.provider])
@@ -281,7 +275,7 @@ def test_auto_with_a_gpu_that_does_not_work(
     assert CUDA.provider in (session.provider_note or "")
 
 
-def test_session_that_got_another_provider(opened: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_session_that_got_another_provider(opened, monkeypatch):
     """A runtime that quietly falls back to the CPU is found out."""
     monkeypatch.setattr("service.core.session.device_problem", lambda kind: None)
     monkeypatch.setattr(ort, "InferenceSession", Pretended)
@@ -332,13 +326,13 @@ def refuse(*_: Any, enable_fallback: int = 1, **__: Any) -> Any:
 
 
 @pytest.mark.usefixtures("gpu_driver")
-def test_gpu_that_works() -> None:
+def test_gpu_that_works():
     """Driver, card and a trial run agree: CUDA is the provider, by default and by name."""
     assert device_problem(CUDA) is None
     assert [CUDA, CUDA] == [usable_kinds("auto")[0], usable_kinds("cuda")[0]]
 
 
-def test_trial_graph() -> None:
+def test_trial_graph():
     """The graph of the trial run is valid ONNX: a matrix product and an exponential."""
     model = onnx.load_from_string(TRIAL)
     onnx.checker.check_model(model, full_check=True)
@@ -348,7 +342,7 @@ def test_trial_graph() -> None:
 
 
 @pytest.mark.usefixtures("gpu_driver")
-def test_gpu_that_fails_a_trial_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_that_fails_a_trial_run(monkeypatch):
     """Where no session can be made on the device, CUDA by name is refused and `auto` takes the CPU, with the reason."""
     monkeypatch.setattr(ort, "InferenceSession", refuse)
     reason = "NVIDIA H100 failed a trial run: CUDA failure 46: all CUDA-capable devices are busy or unavailable"
@@ -373,9 +367,7 @@ def test_gpu_that_fails_a_trial_run(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"failing": "cuInit"}, "the NVIDIA driver failed: cuInit returned 999, what failed"),
     ],
 )
-def test_gpu_that_cannot_be_used(
-    facts: dict[str, Any], reason: str, gpu_driver: FakeDriver, opened: Bundle
-) -> None:
+def test_gpu_that_cannot_be_used(facts, reason, gpu_driver, opened):
     """An old driver, a card without code and a broken driver are named; `auto` serves on the CPU with the reason."""
     vars(gpu_driver).update(facts)
     with pytest.raises(ProviderError) as raised:
@@ -388,13 +380,11 @@ def test_gpu_that_cannot_be_used(
     assert (session.provider_note or "").startswith(reason)
 
 
-def test_device_is_queried_once(
-    gpu_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_device_is_queried_once(gpu_driver, monkeypatch, capsys):
     """Libraries are loaded and the driver is called once in a process, and what the runtime prints is dropped."""
-    loads: list[None] = []
+    loads = []
 
-    def preload() -> None:
+    def preload():
         print("Failed to load libcublas.so.13")
         loads.append(None)
 
@@ -404,11 +394,11 @@ def test_device_is_queried_once(
     assert ("", "") == tuple(capsys.readouterr())
 
 
-def test_threads_on_a_gpu(gpu_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_on_a_gpu(gpu_bundle, monkeypatch):
     """A session on CUDA has one thread, one on the CPU as many as it is given."""
-    threads: list[int] = []
+    threads = []
 
-    def open_on(_: Any, settings: Any, providers: list[Any], **__: Any) -> Any:
+    def open_on(_, settings, providers, **__):
         threads.append(settings.intra_op_num_threads)
         names = [one if isinstance(one, str) else one[0] for one in providers]
         return SimpleNamespace(get_providers=lambda: names)
@@ -467,9 +457,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize(("asked", "provider"), [("auto", "auto"), ("fp16", "cuda")])
-def test_half_on_a_gpu(
-    asked: Any, provider: Any, gpu_bundle: Path, gpu: list[tuple[str, Any]], packed: Packed
-) -> None:
+def test_half_on_a_gpu(asked, provider, gpu_bundle, gpu, packed):
     """A GPU runs the fp16 graph where there is one, is fed what it takes, and gives fp32's answers but for rounding."""
     opened = bundle.load(gpu_bundle)
     session = open_session(opened, precision=asked, provider=provider, options=ONE_THREAD)
@@ -484,13 +472,11 @@ def test_half_on_a_gpu(
         assert bundle.cosine(found[name], value) > 1 - 1e-4, name  # fp16 costs 6e-6 at most
 
 
-def test_order_on_a_gpu(
-    gpu_bundle: Path, gpu: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_order_on_a_gpu(gpu_bundle, gpu, monkeypatch):
     """Where the fp16 graph cannot be opened, fp32's are tried, the packed one first; fp32 is not rounded to TF32."""
     whole = Emulated.__init__
 
-    def load(self: Emulated, path: str, *arguments: Any, **named: Any) -> None:
+    def load(self, path, *arguments, **named):
         whole(self, path, *arguments, **named)
         if path.endswith(("/fp16.onnx", "/fp32.onnx")):
             raise RuntimeError("no kernel for this device")
@@ -504,13 +490,11 @@ def test_order_on_a_gpu(
 
 
 @pytest.mark.usefixtures("gpu")
-def test_half_with_other_answers_is_refused(
-    gpu_bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_with_other_answers_is_refused(gpu_bundle, monkeypatch):
     """A device that rounds more than fp16 does is refused by the goldens, though fp32 might be right."""
     whole = Session.run
 
-    def run(self: Session, packed: Packed, heads: Any = ()) -> dict[str, np.ndarray]:
+    def run(self, packed, heads=()):
         return {name: value + 0.2 for name, value in whole(self, packed).items()}
 
     monkeypatch.setattr(Session, "run", run)
@@ -529,9 +513,7 @@ def test_half_with_other_answers_is_refused(
         ),
     ],
 )
-def test_half_asked_for_on_a_cpu(
-    provider: Any, said: str, gpu_bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_asked_for_on_a_cpu(provider, said, gpu_bundle, monkeypatch):
     """The setting fp16 needs a GPU, and the error has the reason why there is none."""
     monkeypatch.setattr(ort, "get_available_providers", lambda: [CPU.provider])
     with pytest.raises(BundleError, match=said):
@@ -550,9 +532,7 @@ def test_half_asked_for_on_a_cpu(
         ("fp32", {}, True),
     ],
 )
-def test_scores_that_attention_stores(
-    precision: str, change: dict[str, Any], stores: bool, gpu_bundle: Path
-) -> None:
+def test_scores_that_attention_stores(precision, change, stores, gpu_bundle):
     """On a GPU only a packed graph for CUDA that states to have no attention bias stores no scores."""
     opened = bundle.load(gpu_bundle)
     (*_, graph) = [g for g in opened.manifest.graphs if g.precision == precision]
@@ -560,12 +540,12 @@ def test_scores_that_attention_stores(
     assert stores is session.stores_scores
 
 
-def test_scores_on_a_cpu(opened: Bundle) -> None:
+def test_scores_on_a_cpu(opened):
     """On a CPU nothing is bounded by them."""
     assert not open_session(opened, options=ONE_THREAD, provider="cpu").stores_scores
 
 
-def test_only_cuda_is_fed_its_layout(packed: Packed) -> None:
+def test_only_cuda_is_fed_its_layout(packed):
     """The slots of `token_offset` are made for a graph that takes them, and for no other."""
     fed = packed_feeds(packed, {"input_ids", "token_offset"})["token_offset"]
     np.testing.assert_array_equal(packed.layout.widen(SLOT_MULTIPLE).token_offset(), fed)
@@ -590,10 +570,10 @@ print([pages() for _ in range(5)][-1])
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")
-def test_freed_memory_is_reused_without_new_pages() -> None:
+def test_freed_memory_is_reused_without_new_pages():
     """40 MiB in buffers of 1 MiB are 10,240 pages; the process keeps them only after it has asked for that."""
 
-    def new_pages(how: str) -> int:
+    def new_pages(how):
         command = [sys.executable, "-c", REUSE, how]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
         run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
@@ -603,7 +583,7 @@ def test_freed_memory_is_reused_without_new_pages() -> None:
     assert new_pages("keep") < 500
 
 
-def test_concurrent_runs(opened: Bundle, packed: Packed) -> None:
+def test_concurrent_runs(opened, packed):
     """Several threads may run one session at once: each gets exactly the answers of a run without others."""
     session = open_session(opened, options=ONE_THREAD, provider="cpu")
     parts = [*packing.each(packed)]
@@ -642,9 +622,7 @@ def open_layout(opened: Bundle, precision: str, layout: str) -> Session:
 @pytest.mark.parametrize(
     ("precision", "layout"), [("fp32", "packed"), ("fp32", "portable"), ("int8", "packed")]
 )
-def test_mask_tokens_have_rows(
-    precision: str, layout: str, masked: Bundle, sentences: list[str]
-) -> None:
+def test_mask_tokens_have_rows(precision, layout, masked, sentences):
     """There is a row of logits for each mask token, the same alone as in a batch, and for no other token."""
     session = open_layout(masked, precision, layout)
     packed = masked_batch(masked, sentences)
@@ -660,14 +638,14 @@ def test_mask_tokens_have_rows(
         np.testing.assert_allclose(value, parts, rtol=0, atol=1e-5, err_msg=name)
 
 
-def test_masks_cost_nothing_for_other_heads(masked: Bundle, sentences: list[str]) -> None:
+def test_masks_cost_nothing_for_other_heads(masked, sentences):
     """A batch that needs no row per mask token does not compute any, whatever its texts contain."""
     session = open_layout(masked, "fp32", "packed")
     packed = masked_batch(masked, sentences)
-    fed: list[Any] = []
+    fed = []
     inner = session._session
 
-    def run(outputs: Any, feeds: dict[str, Any], options: Any) -> Any:
+    def run(outputs, feeds, options):
         fed.append((outputs, len(feeds["positions"]), options))
         return inner.run(outputs, feeds, options)
 
@@ -681,7 +659,7 @@ def test_masks_cost_nothing_for_other_heads(masked: Bundle, sentences: list[str]
     np.testing.assert_array_equal(expected["sentiment"], found["sentiment"])
 
 
-def test_a_masked_head_needs_its_input(masked_bundle: Path, tmp_path: Path) -> None:
+def test_a_masked_head_needs_its_input(masked_bundle, tmp_path):
     """A graph that computes a fill-mask head for given positions only must take these."""
     folder = shutil.copytree(masked_bundle, tmp_path / "copy")
     proto = onnx.load(folder / "int8.onnx")
@@ -696,7 +674,7 @@ def test_a_masked_head_needs_its_input(masked_bundle: Path, tmp_path: Path) -> N
 
 @pytest.mark.gpu
 @pytest.mark.skipif(device_problem(CUDA) is not None, reason=f"no GPU: {device_problem(CUDA)}")
-def test_half_on_a_real_gpu(gpu_bundle: Path, packed: Packed) -> None:
+def test_half_on_a_real_gpu(gpu_bundle, packed):
     """On a device the goldens hold, and a text's answer in a batch is the one alone but for fp16's rounding."""
     opened = bundle.load(gpu_bundle)
     session = open_session(opened, precision="fp16", provider="cuda", options=ONE_THREAD)
@@ -716,7 +694,7 @@ def test_half_on_a_real_gpu(gpu_bundle: Path, packed: Packed) -> None:
 # -- bundles that are not served ------------------------------------------------------------------
 
 
-def test_no_graph_for_the_provider(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_graph_for_the_provider(copy, monkeypatch):
     """A precision that has a graph, but none for the provider that was named, is refused."""
     monkeypatch.setattr("service.core.session.device_problem", lambda kind: None)
     said = f"it has no int8 graph for {CUDA.provider}, only for cpu"
@@ -731,7 +709,7 @@ def test_no_graph_for_the_provider(copy: Path, monkeypatch: pytest.MonkeyPatch) 
         ("int8", r"goldens disagree at int8: entities has cosine -?0\.\d+, at least 0\.\d+"),
     ],
 )
-def test_goldens_that_disagree(precision: Any, said: str, copy: Path) -> None:
+def test_goldens_that_disagree(precision, said, copy):
     """A bundle whose outputs are not the goldens' is refused by precision, head and figure."""
     golden = bundle.load(copy).golden
     golden.outputs["entities"][:] = np.roll(golden.outputs["entities"], 1, axis=1)
@@ -741,7 +719,7 @@ def test_goldens_that_disagree(precision: Any, said: str, copy: Path) -> None:
         open_session(bundle.load(copy), precision=precision, provider="cpu", options=ONE_THREAD)
 
 
-def test_graph_of_another_bundle(copy: Path) -> None:
+def test_graph_of_another_bundle(copy):
     """A graph that lacks a head's output is refused by the head."""
     golden = bundle.load(copy).golden
     golden.outputs["moods"] = golden.outputs["sentiment"]
@@ -754,7 +732,7 @@ def test_graph_of_another_bundle(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE])
-def test_graph_of_other_numbers(kind: int, copy: Path) -> None:
+def test_graph_of_other_numbers(kind, copy):
     """Whatever a graph computes in, its answers are float32: others are read wrong where they cross processes."""
     proto = onnx.load(copy / "fp32.onnx", load_external_data=False)
     for output in proto.graph.output:
@@ -772,12 +750,10 @@ def test_graph_of_other_numbers(kind: int, copy: Path) -> None:
         open_session(bundle.load(copy), provider="cpu", options=ONE_THREAD)
 
 
-def test_graph_that_disagrees_is_not_passed_over(
-    opened: Bundle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graph_that_disagrees_is_not_passed_over(opened, monkeypatch):
     """A packed graph with wrong answers refuses the bundle, though its portable graph may be right."""
 
-    def run(self: Session, packed: Packed, heads: Any = ()) -> dict[str, np.ndarray]:
+    def run(self, packed, heads=()):
         outputs = whole(self, packed)
         return outputs if self.graph.layout == "portable" else {n: -v for n, v in outputs.items()}
 
@@ -787,12 +763,10 @@ def test_graph_that_disagrees_is_not_passed_over(
         open_session(opened, provider="cpu", options=ONE_THREAD)
 
 
-def test_graph_that_the_provider_cannot_run_is_passed_over(
-    opened: Bundle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graph_that_the_provider_cannot_run_is_passed_over(opened, monkeypatch):
     """Where the runtime lacks an operator of the packed graph, the portable one serves."""
 
-    def load(path: str, *arguments: Any, **named: Any) -> Any:
+    def load(path, *arguments, **named):
         if path.endswith("/fp32.onnx"):
             raise RuntimeError("no kernel for com.microsoft.MultiHeadAttention")
         return whole(path, *arguments, **named)
@@ -802,7 +776,7 @@ def test_graph_that_the_provider_cannot_run_is_passed_over(
     assert "portable" == open_session(opened, provider="cpu", options=ONE_THREAD).graph.layout
 
 
-def test_runtime_logs_errors_only(capfd: pytest.CaptureFixture[str]) -> None:
+def test_runtime_logs_errors_only(capfd):
     """The runtime's default logger, which kernels log to, writes no warnings to stderr."""
     options = ort.SessionOptions()
     for value in ("1", "2"):

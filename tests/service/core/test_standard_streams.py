@@ -30,9 +30,7 @@ def run_without(numbers: Sequence[int], script: str, out: Path) -> list[object]:
         ("model.tokenizer", (0, 1, 2)),
     ],
 )
-def test_a_closed_descriptor_is_the_null_device(
-    module: str, numbers: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_a_closed_descriptor_is_the_null_device(module, numbers, tmp_path):
     """In every package: a file gets none of the three numbers, children inherit them, and printing is possible."""
     script = f"""
 import json, os, sys

@@ -46,7 +46,7 @@ def spans(found: Sequence[str], labels: Sequence[str]) -> list[tuple[str, int, i
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_schemes(name: str) -> None:
+def test_schemes(name):
     """Two names of one type next to each other stay two, and a name of two words is one."""
     labels = labels_of(name)
 
@@ -55,7 +55,7 @@ def test_schemes(name: str) -> None:
     assert to_bio(SCHEMES[name].split(), labels) == BIO
 
 
-def test_types_alone() -> None:
+def test_types_alone():
     """Labels without positions join while they are the same."""
     labels = ["O", "PER", "email-address"]
 
@@ -79,17 +79,17 @@ def test_types_alone() -> None:
         (["B-", "-B", "B"], ["", "-B", "B"]),
     ],
 )
-def test_types(labels: list[str], types: list[str]) -> None:
+def test_types(labels, types):
     """A position is one only where the set of labels shows it; any other dash belongs to the label."""
     assert types == [tag.type for tag in read(labels)]
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_places(name: str) -> None:
+def test_places(name):
     """The labels of an entity's tokens say the same entity in every scheme."""
     labels = labels_of(name)
 
-    def of(size: int) -> list[str]:
+    def of(size):
         ends = [(row == 0, row == size - 1) for row in range(size)]
         found = [place(labels, "PER", first=first, last=last) for first, last in ends]
         return [labels[index] for index in found if index is not None]
@@ -98,7 +98,7 @@ def test_places(name: str) -> None:
         assert [("PER", 0, size - 1)] == spans(of(size), labels)
 
 
-def test_places_without_positions() -> None:
+def test_places_without_positions():
     """A type alone is the label of all its tokens; a position that is lacking has no label."""
     assert 1 == place(["O", "PER"], "PER", first=True, last=False)
     assert 0 == place(["I-PER", "O"], "PER", first=True, last=True)
@@ -107,7 +107,7 @@ def test_places_without_positions() -> None:
 
 
 @given(found=st.lists(st.sampled_from(labels_of("BIOES")), max_size=9))
-def test_bio_joins_the_same(found: list[str]) -> None:
+def test_bio_joins_the_same(found):
     """Labels as BIO join to the entities that they join to themselves."""
     bio = to_bio(found, labels_of("BIOES"))
 

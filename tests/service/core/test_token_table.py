@@ -1,7 +1,5 @@
 """Files of the tokens of OpenAI's tokenizer."""
 
-from pathlib import Path
-
 import pytest
 
 from service.core.token_table import read_token_table
@@ -18,7 +16,7 @@ from service.settings_sources import ConfigError, configure
         ("\ufeffYQ== 0\n", "line 1"),
     ],
 )
-def test_files_that_are_no_table(tmp_path: Path, content: str, reason: str) -> None:
+def test_files_that_are_no_table(tmp_path, content, reason):
     """A fault is named by its line, and the service does not start with such a file."""
     path = tmp_path / "a.tiktoken"
     path.write_text(content)
@@ -28,13 +26,13 @@ def test_files_that_are_no_table(tmp_path: Path, content: str, reason: str) -> N
         configure({"tiktoken_file": path, "bundles": (tmp_path,)})
 
 
-def test_missing_files(tmp_path: Path) -> None:
+def test_missing_files(tmp_path):
     """The service does not start without the file."""
     with pytest.raises(ConfigError, match=r"none\.tiktoken: No such file"):
         configure({"tiktoken_file": tmp_path / "none.tiktoken", "bundles": (tmp_path,)})
 
 
-def test_table(tmp_path: Path) -> None:
+def test_table(tmp_path):
     """A line has a token in base64 and its id, in any order."""
     path = tmp_path / "a.tiktoken"
     path.write_text("Yg== 1\n\nYQ== 0\n")

@@ -158,7 +158,7 @@ class TestWords:
             ("e\u0301a नमस्ते \u0301 \u0301a", "e\u0301a नमस्ते \u0301 \u0301a"),
         ],
     )  # fmt: skip
-    def test_words(self, text: str, expected: str) -> None:
+    def test_words(self, text, expected):
         """Words end at spaces, at marks that connect nothing, and around characters of scripts without spaces."""
         letters = tokenizers.Tokenizer(models.BPE())
         letters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -173,7 +173,7 @@ class TestWords:
 
         assert expected.split(" ") == words(framed(letters), text)
 
-    def test_words_of_the_tokenizer(self) -> None:
+    def test_words_of_the_tokenizer(self):
         """No word goes on where the tokenizer's own words end."""
         bert = "O ' Neill U . S . Jean - Luc"
 
@@ -182,7 +182,7 @@ class TestWords:
         ]
 
     @given(text=texts)
-    def test_edges(self, encoder: Encoder, text: str) -> None:
+    def test_edges(self, encoder, text):
         """No token begins or ends with a space or within a character, except after a space."""
         [window] = encoder.texts([text])[0].windows
         characters = {0} | {end for _, (_, end) in CHARACTERS.pre_tokenize_str(text)}
@@ -195,7 +195,7 @@ class TestWords:
             assert end in characters or start == end
 
     @given(text=texts)
-    def test_tokens_are_in_order(self, encoder: Encoder, text: str) -> None:
+    def test_tokens_are_in_order(self, encoder, text):
         """Places and words rise, and a token of some width lies within the text."""
         [window] = encoder.texts([text])[0].windows
         offsets, found = window.offsets[1:-1], window.words[1:-1]
@@ -207,7 +207,7 @@ class TestWords:
         assert offsets.size == 0 or 0 <= offsets.min() <= offsets.max() <= len(text)
 
     @given(text=texts, capacity=st.integers(3, 9))
-    def test_truncated_text(self, encoder: Encoder, text: str, capacity: int) -> None:
+    def test_truncated_text(self, encoder, text, capacity):
         """Truncation does not change the offsets and words of the remaining text."""
         short = Encoder(encoder.tokenizer, capacity)
         [whole], [cut] = (one.texts([text + " end" * 99])[0].windows for one in (encoder, short))
@@ -217,7 +217,7 @@ class TestWords:
 
     @example("'s")
     @given(text=st.text(st.sampled_from("ab E.,;'s“’é(—%"), max_size=30))
-    def test_known_words(self, text: str) -> None:
+    def test_known_words(self, text):
         """Where the tokenizer's own places are taken as they are, they are what is found."""
         for name in ("bert", "roberta"):
             places = ENCODERS[name]._places
@@ -231,7 +231,7 @@ class TestWords:
                 np.testing.assert_array_equal(found[wide], offsets[wide])
                 np.testing.assert_array_equal(np.diff(numbers[wide]) > 0, np.diff(own[wide]) > 0)
 
-    def test_usual_english_is_known(self) -> None:
+    def test_usual_english_is_known(self):
         """BERT's and RoBERTa's own places are taken where a text has nothing that they get wrong."""
         plain = "She lives in Berlin, and he in “Bonn” now."
         marks = "She (in “Berlin”), and he."
@@ -279,16 +279,14 @@ class TestEntities:
             ("กขแลกำ", "แล"),
         ],
     )
-    def test_marked_spans(self, encoder: Encoder, text: str, span: str, strategy: str) -> None:
+    def test_marked_spans(self, encoder, text, span, strategy):
         """Every strategy finds the span that the model marks, no more and no less."""
         assert [span] == find(encoder, text, span, strategy=strategy)
 
     @pytest.mark.parametrize("strategy", AGGREGATION_STRATEGIES[2:])
     @pytest.mark.parametrize("name", ["xlm-r", "deberta", "bert", "bert, cased"])
     @given(data=st.data(), text=unspaced)
-    def test_scripts_without_spaces(
-        self, name: str, strategy: str, data: st.DataObject, text: str
-    ) -> None:
+    def test_scripts_without_spaces(self, name, strategy, data, text):
         """Every strategy finds what `simple` finds where each token is a character or more."""
         encoder = ENCODERS[name]
         [encoded] = encoder.texts([text])
@@ -304,7 +302,7 @@ class TestEntities:
 
         assert [one[2:] for one in found] == [one[2:] for one in expected]
 
-    def test_space_token_decides_nothing(self) -> None:
+    def test_space_token_decides_nothing(self):
         """The token of the space before a word has no text, and no say in the word's label."""
         encoder = pieces("北京", "Öster", "reich")
         for text in ("北京", "Österreich"):
@@ -315,7 +313,7 @@ class TestEntities:
 
             assert [text] == [one.word for one in entities_of(encoded, logits, text, "first")]
 
-    def test_written_space_sign(self) -> None:
+    def test_written_space_sign(self):
         """A sign of the text that looks as the token of a space is text."""
         assert ["a", "▁", "▁"] == words(pieces(), "a▁ ▁")
 
@@ -332,7 +330,7 @@ class TestAnswers:
             ("Jose\u0301 said", "Jose\u0301"),
         ],
     )
-    def test_marked_spans(self, encoder: Encoder, context: str, span: str) -> None:
+    def test_marked_spans(self, encoder, context, span):
         """An answer is the span that the model marks."""
         [encoded] = encoder.questions(["Where?"], [context])
         [window] = encoded.windows

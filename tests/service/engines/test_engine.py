@@ -22,11 +22,11 @@ from tokenizers.pre_tokenizers import Split
 from service.api.json_responses import JsonResponse
 from service.api.responses import ModelsResponse
 from service.core import bundle, decode
-from service.core.encode import Cut, Encoded, Encoder, Encoding, parse_tokenizer
+from service.core.encode import Cut, Encoded, Encoder, parse_tokenizer
 from service.core.session import SessionOptions, open_session
 from service.engines import engine
 from service.engines.device import Device, RunsOn
-from service.engines.engine import INLINE_CHARACTERS, Engine, EngineTask, Reply, Ticket
+from service.engines.engine import INLINE_CHARACTERS, Engine, EngineTask, Ticket
 from service.engines.local_device import Runner
 from service.engines.model_state import ServedModel
 from service.engines.task_plan import Limits
@@ -107,7 +107,7 @@ def alike(one: Any, other: Any) -> bool:
 # -- answers --------------------------------------------------------------------------------------
 
 
-async def test_classify(tiny: Engine, runner: Runner) -> None:
+async def test_classify(tiny, runner):
     """Each text gets every label, as decoded from its own logits."""
     reply = await tiny.answer(classify(SHORT), ticket())
     head = tiny.manifest.heads["sentiment"]
@@ -120,7 +120,7 @@ async def test_classify(tiny: Engine, runner: Runner) -> None:
         assert close(1, sum(label.score for label in found))
 
 
-async def test_a_faster_graph(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_faster_graph(tiny, monkeypatch):
     """Where a bundle has an int8 graph and a CPU computes another one, the log names the setting."""
     for precision, expected in (("fp32", {"faster": "precision=int8"}), ("int8", {})):
         runs_on = replace(tiny.runs_on, precision=precision)
@@ -129,9 +129,7 @@ async def test_a_faster_graph(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("repetitions", [60, 2 * INLINE_CHARACTERS])
-async def test_a_tokenizer_that_panics(
-    tiny: Engine, repetitions: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_tokenizer_that_panics(tiny, repetitions, monkeypatch):
     """A regular expression that gives up, on the loop or in a thread, is an error of the service."""
     plain = tiny.encoder.tokenizer
     broken = Tokenizer.from_str(plain.to_str())
@@ -144,7 +142,7 @@ async def test_a_tokenizer_that_panics(
         await tiny.answer(classify([text]), ticket())
 
 
-async def test_calibrated(tiny: Engine, tiny_bundle: Path, tmp_path: Path) -> None:
+async def test_calibrated(tiny, tiny_bundle, tmp_path):
     """Calibrated scores follow from logits divided by the head's temperature; other scores stay the same."""
     folder = tmp_path / "calibrated"
     shutil.copytree(tiny_bundle, folder)
@@ -167,9 +165,7 @@ async def test_calibrated(tiny: Engine, tiny_bundle: Path, tmp_path: Path) -> No
     assert all(close(1, sum(a.score for a in labels)) for labels in scores.results)
 
 
-async def test_the_description_has_the_memory_of_the_graph_that_runs(
-    tiny_bundle: Path, tmp_path: Path
-) -> None:
+async def test_the_description_has_the_memory_of_the_graph_that_runs(tiny_bundle, tmp_path):
     """`GET /models` can show it as JSON, which has only strings as keys."""
     folder = tmp_path / "stated"
     shutil.copytree(tiny_bundle, folder)
@@ -187,7 +183,7 @@ async def test_the_description_has_the_memory_of_the_graph_that_runs(
     assert model.memory.model_dump() == manifest["graphs"][0]["memory"]
 
 
-async def test_pairs(tiny: Engine, runner: Runner) -> None:
+async def test_pairs(tiny, runner):
     """A text with its pair is one sequence of two segments, and another text than either."""
     reply = await tiny.answer(classify(SHORT, text_pair=SHORT[::-1], top_k=1), ticket())
     encoded = tiny.encoder.pairs(SHORT, SHORT[::-1])
@@ -199,7 +195,7 @@ async def test_pairs(tiny: Engine, runner: Runner) -> None:
     assert sum(item.tokens for item in encoded) == reply.usage.tokens
 
 
-async def test_named_head(tiny: Engine) -> None:
+async def test_named_head(tiny):
     """A head that is named answers: here labels that do not exclude each other."""
     reply = await tiny.answer(classify(SHORT), ticket(), ("topics",))
     assert ("topics",) == reply.heads
@@ -207,7 +203,7 @@ async def test_named_head(tiny: Engine) -> None:
     assert not close(1, sum(label.score for label in reply.results[0]))
 
 
-async def test_ner(tiny: Engine) -> None:
+async def test_ner(tiny):
     """Entities of a text in windows are words of that text, in its order, once each."""
     reply = await tiny.answer(ner([*SHORT, LONG]), ticket())
     for text, entities in zip([*SHORT, LONG], reply.results, strict=True):
@@ -218,7 +214,7 @@ async def test_ner(tiny: Engine) -> None:
 
 
 @pytest.mark.parametrize("name", samples.STRANGE)
-async def test_spans_count_code_points(name: str, tiny: Engine) -> None:
+async def test_spans_count_code_points(name, tiny):
     """Whatever a text is written in, spans are slices of it as the client sent it."""
     text = samples.STRANGE[name]
     entities = (await tiny.answer(ner([text]), ticket())).results[0]
@@ -229,7 +225,7 @@ async def test_spans_count_code_points(name: str, tiny: Engine) -> None:
     assert [a.answer for a in answers] == [text[a.start : a.end] for a in answers]
 
 
-async def test_qa(tiny: Engine, runner: Runner) -> None:
+async def test_qa(tiny, runner):
     """Answers are spans of the context, best first, as decoded from all its windows at once."""
     reply = await tiny.answer(qa(["Who sold it?"] * 2, [SHORT[2], LONG]), ticket())
     head = tiny.manifest.heads["answers"]
@@ -250,7 +246,7 @@ async def test_qa(tiny: Engine, runner: Runner) -> None:
     assert [3, 3] == [len(answers) for answers in reply.results]
 
 
-async def test_embed(tiny: Engine, runner: Runner) -> None:
+async def test_embed(tiny, runner):
     """Vectors have length one, or the head's setting, or the request's."""
     unit = np.stack((await tiny.answer(embed(SHORT), ticket())).results)
     plain = np.stack((await tiny.answer(embed(SHORT, normalize=False), ticket())).results)
@@ -271,7 +267,7 @@ def weighted(rows: Sequence[NDArray[np.float32]], encoded: Encoded) -> NDArray[n
     return total / sum(lengths)
 
 
-async def test_windows_of_a_label(tiny: Engine, runner: Runner) -> None:
+async def test_windows_of_a_label(tiny, runner):
     """A text in windows is labelled by the mean of their logits, weighted by their tokens."""
     work = classify([LONG, SHORT[0]], truncate="window", stride=20)
     reply = await tiny.answer(work, ticket())
@@ -283,7 +279,7 @@ async def test_windows_of_a_label(tiny: Engine, runner: Runner) -> None:
     assert all(close(expected[label.label], label.score) for label in reply.results[0])
 
 
-async def test_usage(tiny: Engine) -> None:
+async def test_usage(tiny):
     """Tokens and windows are of all inputs, special tokens included; texts that were cut are named."""
     texts = [LONG, SHORT[0], LONG]
     windows = tiny.encoder.texts(texts, truncate="window", stride=16)
@@ -302,7 +298,7 @@ async def test_usage(tiny: Engine) -> None:
     )
 
 
-async def test_timing(tiny: Engine) -> None:
+async def test_timing(tiny):
     """A reply knows where its time went, and the batch that it rode in."""
     timing = (await tiny.answer(embed(SHORT), ticket())).timing
     assert min(timing.encode_s, timing.queue_s, timing.inference_s, timing.decode_s) > 0
@@ -351,9 +347,7 @@ async def test_timing(tiny: Engine) -> None:
     ],
     ids=["head", "task", "calibrated", "pairs", "stride", "dimensions"],
 )
-async def test_refused(
-    tiny: Engine, task: EngineTask[Any], head: str | None, said: str, param: str
-) -> None:
+async def test_refused(tiny, task, head, said, param):
     """The error has the field and what the model has."""
     kind = UnknownHead if head else InvalidInput
     with pytest.raises(kind, match=said) as caught:
@@ -361,7 +355,7 @@ async def test_refused(
     assert param == caught.value.param
 
 
-async def test_too_long(tiny: Engine) -> None:
+async def test_too_long(tiny):
     """If truncation is off, the error has every text that is too long, and nothing is computed."""
     said = r"inputs\[1\], inputs\[3\]: longer than 512 tokens"
     with pytest.raises(InvalidInput, match=said) as caught:
@@ -413,18 +407,18 @@ def submit(failed: dict[int, EntryOutcome]) -> Any:
     return submit
 
 
-async def test_entries(tiny_bundle: Path) -> None:
+async def test_entries(tiny_bundle):
     """An entry for each window, with all that the ticket says."""
-    submitted: list[Entry] = []
-    told_before: list[tuple[int, int]] = []
+    submitted = []
+    told_before = []
 
-    async def submit(entries: Sequence[Entry]) -> list[Outcome]:
+    async def submit(entries):
         ((before, tokens),) = told_before
         assert (0, sum(entry.tokens for entry in entries)) == (before, tokens)
         submitted.extend(entries)
         return [*map(zeros, entries)]
 
-    def tell(tokens: int) -> None:
+    def tell(tokens):
         told_before.append((len(submitted), tokens))
 
     engine = engine_of(tiny_bundle, device(submit))
@@ -438,11 +432,11 @@ async def test_entries(tiny_bundle: Path) -> None:
     assert {("tiny@1", "r", 12.5, 1, "t", ("embeddings",))} == told
 
 
-async def test_results_are_reported_as_they_come(tiny_bundle: Path) -> None:
+async def test_results_are_reported_as_they_come(tiny_bundle):
     """An input's result is reported when its last window is done, in any order, and the reply has all results."""
-    told: list[tuple[int, float]] = []
+    told = []
 
-    async def submit(entries: Sequence[Entry], on_outcome: OnOutcome) -> list[Outcome]:
+    async def submit(entries, on_outcome):
         backwards = [*entries][::-1]
         for number, entry in enumerate(backwards, 1):
             on_outcome(
@@ -477,7 +471,7 @@ async def test_reported_and_returned_results_are_equal(
     task: Callable[..., EngineTask[Any]], tiny: Engine
 ) -> None:
     """The callback gets the same results as the caller gets at the end."""
-    told: dict[int, Any] = {}
+    told = {}
     work = task([*SHORT, LONG])
     plain = await tiny.answer(work, ticket())
     streamed = await tiny.answer(work, ticket(), on_result=told.__setitem__)
@@ -493,15 +487,13 @@ async def test_reported_and_returned_results_are_equal(
 
 @pytest.mark.parametrize("in_lines", [False, True], ids=["whole", "lines"])
 @pytest.mark.parametrize(("most", "thread"), [(1100, "MainThread"), (100, "text-")])
-async def test_large_answers_are_decoded_in_a_thread(
-    in_lines: bool, most: int, thread: str, tiny: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_large_answers_are_decoded_in_a_thread(in_lines, most, thread, tiny, monkeypatch):
     """The event loop's thread calls the callback."""
     threads, told = [], []
     monkeypatch.setattr(engine, "INLINE_TOKENS", most)
     whole = decode.embed
 
-    def decoded(*arguments: Any, **named: Any) -> Any:
+    def decoded(*arguments, **named):
         threads.append(threading.current_thread().name)
         return whole(*arguments, **named)
 
@@ -535,11 +527,9 @@ def on_encoding(monkeypatch: pytest.MonkeyPatch) -> OnEncoding:
 @pytest.mark.parametrize(
     ("characters", "thread"), [(INLINE_CHARACTERS, "MainThread"), (INLINE_CHARACTERS + 1, "text-")]
 )
-async def test_long_texts_are_encoded_in_a_thread(
-    characters: int, thread: str, tiny: Engine, on_encoding: OnEncoding
-) -> None:
+async def test_long_texts_are_encoded_in_a_thread(characters, thread, tiny, on_encoding):
     """Long texts are encoded in a thread, while the event loop serves other requests."""
-    threads: list[str] = []
+    threads = []
     on_encoding(lambda _: threads.append(threading.current_thread().name))
     await tiny.answer(embed(["a" * characters]), ticket())
     (name,) = threads
@@ -548,13 +538,10 @@ async def test_long_texts_are_encoded_in_a_thread(
 
 @pytest.mark.parametrize("isolate_errors", [False, True])
 async def test_more_than_may_ever_wait_is_not_encoded(
-    isolate_errors: bool,
-    tiny_bundle: Path,
-    on_encoding: OnEncoding,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    isolate_errors, tiny_bundle, on_encoding, monkeypatch
+):
     """The tokens of a request are counted as they are encoded, and none is submitted."""
-    encoded: list[str] = []
+    encoded = []
     on_encoding(encoded.extend)
     monkeypatch.setattr(engine, "PART_CHARACTERS", 8)
     asked = Ticket("r", deadline=12.5, isolate_errors=isolate_errors)
@@ -563,9 +550,7 @@ async def test_more_than_may_ever_wait_is_not_encoded(
     assert 3 == len(encoded)
 
 
-async def test_a_request_canceled_before_its_thread_costs_nothing(
-    tiny: Engine, on_encoding: OnEncoding
-) -> None:
+async def test_a_request_canceled_before_its_thread_costs_nothing(tiny, on_encoding):
     """The long texts of canceled requests are never encoded."""
     release, encoded = threading.Event(), []
     on_encoding(lambda texts: release.wait(30) and encoded.append(len(texts)))
@@ -582,10 +567,10 @@ async def test_a_request_canceled_before_its_thread_costs_nothing(
 
 
 async def test_a_long_text_that_would_be_late_is_refused_before_it_is_encoded(
-    tiny_bundle: Path, on_encoding: OnEncoding
-) -> None:
+    tiny_bundle, on_encoding
+):
     """The texts of the same tenant that wait are expected to take longer than it has; another tenant's are not."""
-    encoded: list[list[str]] = []
+    encoded = []
     release = threading.Event()
     on_encoding(lambda texts: release.wait(30) and encoded.append(texts))
     idle = cast(Device, SimpleNamespace(submit=submit({}), max_queue_tokens=10**6, load=Load))
@@ -616,19 +601,17 @@ async def test_a_long_text_that_would_be_late_is_refused_before_it_is_encoded(
         ([0, 10, 0, 0, 11, 0], [[0, 10, 0, 0], [11], [0]]),
     ],
 )
-async def test_large_requests_are_encoded_in_parts(
-    sizes: list[int], parts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_large_requests_are_encoded_in_parts(sizes, parts, monkeypatch):
     """Every input is in one part, and no part has more characters than it may, but for one input alone."""
     monkeypatch.setattr(engine, "PART_CHARACTERS", 10)
     assert parts == [sizes[part] for part in engine._parts(sizes)]
 
 
-async def test_parts_make_no_difference(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_parts_make_no_difference(tiny, monkeypatch):
     """Cut in parts, a request of every task is answered as it is in one, and every bad input is named."""
     texts = [*SHORT, LONG, *SHORT]
 
-    async def answers() -> list[Reply[Any]]:
+    async def answers():
         return [
             await tiny.answer(classify(texts, text_pair=texts[::-1]), ticket()),
             await tiny.answer(ner(texts), ticket()),
@@ -645,11 +628,9 @@ async def test_parts_make_no_difference(tiny: Engine, monkeypatch: pytest.Monkey
         await tiny.answer(embed(["a", LONG, "a", LONG], truncate=False), ticket())
 
 
-async def test_a_large_request_lets_others_go_between(
-    tiny: Engine, on_encoding: OnEncoding, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_large_request_lets_others_go_between(tiny, on_encoding, monkeypatch):
     """Requests of many parts take turns in the threads, and one that leaves is not encoded to its end."""
-    encoded: list[str] = []
+    encoded = []
     on_encoding(lambda texts: encoded.extend(text[0] for text in texts))
     monkeypatch.setattr(engine, "PART_CHARACTERS", INLINE_CHARACTERS)
     asked = [
@@ -664,15 +645,15 @@ async def test_a_large_request_lets_others_go_between(
     assert {"a", "b", "c", "d"} == set(encoded[:20])
 
 
-async def test_run_splits_a_batch(tiny: Engine, runner: Runner) -> None:
+async def test_run_splits_a_batch(tiny, runner):
     """A slot's run gives each window its own rows of every head."""
-    windows: list[Encoding] = [item.windows[0] for item in tiny.encoder.texts(SHORT)]
+    windows = [item.windows[0] for item in tiny.encoder.texts(SHORT)]
     results = runner.run(1, windows)
     assert [(len(window), 5) for window in windows] == [r["entities"].shape for r in results]
     assert [(64,)] * 3 == [result["embeddings"].shape for result in results]
 
 
-async def test_description(tiny: Engine) -> None:
+async def test_description(tiny):
     """It tells what it is, what it runs on and what it can."""
     told = tiny.describe()
     assert ("tiny@1", "tiny", "1", 512, "fp32", "packed") == tuple(
@@ -699,7 +680,7 @@ async def test_texts_that_are_too_long_have_no_result(
     """The others are answered as if they were not there, and counted alone."""
     good = await tiny.answer(task(SHORT, truncate=False), ticket())
     texts = [LONG, SHORT[0], SHORT[1], LONG, LONG, SHORT[2], LONG]
-    told: list[tuple[int, Any]] = []
+    told = []
     on_result = (lambda index, result: told.append((index, result))) if in_lines else None
     reply = await tiny.answer(task(texts, truncate=False), sparing(), on_result=on_result)
     assert [0, 3, 4, 6] == [index for index, result in enumerate(reply.results) if result is None]
@@ -721,9 +702,7 @@ async def test_nothing_but_bad_texts(task: Callable[..., EngineTask[Any]], tiny:
     assert (0, 0) == (reply.timing.batch_size, reply.timing.inference_s)
 
 
-async def test_a_bad_text_in_a_large_request_shifts_no_other(
-    tiny: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_bad_text_in_a_large_request_shifts_no_other(tiny, monkeypatch):
     """Inputs are encoded part by part: each keeps its index, and each part its good ones."""
     monkeypatch.setattr(engine, "PART_CHARACTERS", 60)
     texts = [samples.text(4, seed=seed) for seed in range(30)]
@@ -738,9 +717,9 @@ async def test_a_bad_text_in_a_large_request_shifts_no_other(
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-async def test_one_failed_entry_fails_the_request(streamed: bool, tiny_bundle: Path) -> None:
+async def test_one_failed_entry_fails_the_request(streamed, tiny_bundle):
     """Unless errors are isolated, the first entry that fails fails the request, and no later result is reported."""
-    reported: list[int] = []
+    reported = []
     on_result = (lambda index, _: reported.append(index)) if streamed else None
     engine = engine_of(tiny_bundle, device(submit({1: InferenceFailed("no number")})))
     with pytest.raises(InferenceFailed, match="no number"):
@@ -749,14 +728,12 @@ async def test_one_failed_entry_fails_the_request(streamed: bool, tiny_bundle: P
 
 
 @pytest.mark.parametrize("in_lines", [False, True], ids=["whole", "lines"])
-async def test_a_window_that_fails_takes_its_text_along_and_no_other(
-    in_lines: bool, tiny_bundle: Path
-) -> None:
+async def test_a_window_that_fails_takes_its_text_along_and_no_other(in_lines, tiny_bundle):
     """A text with a failed window fails once, with every outcome of its other windows."""
     failure = InferenceFailed("no number")
     # of the second text, which has several windows
     tiny = engine_of(tiny_bundle, device(submit({1: failure, 2: failure})))
-    told: list[tuple[int, Any]] = []
+    told = []
     on_result = (lambda index, result: told.append((index, result))) if in_lines else None
     work = embed([SHORT[0], LONG, SHORT[1]], truncate="window")
     reply = await tiny.answer(work, sparing(), on_result=on_result)

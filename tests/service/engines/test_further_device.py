@@ -74,9 +74,7 @@ def folder(tiny_bundle: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.usefixtures("npu")
 @pytest.mark.parametrize("provider", ["auto", "npu"])
-async def test_further_device_serves(
-    provider: str, folder: Path, tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_further_device_serves(provider, folder, tiny_bundle, monkeypatch):
     """It serves its own graph by its own rules, with the results of the CPU, by name and by preference."""
     settings = Settings(bundles=(folder,), provider=provider)
     assert 3 == settings.workers(cores=8)
@@ -99,9 +97,7 @@ async def test_further_device_serves(
 
 
 @pytest.mark.usefixtures("npu")
-async def test_further_device_that_is_missing(
-    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_further_device_that_is_missing(tiny_bundle, monkeypatch):
     """By name it is refused with what to install."""
     monkeypatch.setattr(ort, "get_available_providers", lambda: [CPU.provider])
     line = "provider is npu, but this onnxruntime has no NPU provider: install onnxruntime"

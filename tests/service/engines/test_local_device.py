@@ -15,7 +15,6 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper, numpy_helper
-from structlog.typing import EventDict
 
 from service import liveness
 from service.core import bundle, session
@@ -50,9 +49,7 @@ async def device():
     ("expected_s", "age_s", "hangs"),
     [(0.1, 4.9, False), (0.1, 5.1, True), (1.0, 19.9, False), (1.0, 20.1, True)],
 )
-async def test_a_batch_hangs_when_it_runs_for_much_too_long(
-    device: LocalDevice, expected_s: float, age_s: float, hangs: bool
-) -> None:
+async def test_a_batch_hangs_when_it_runs_for_much_too_long(device, expected_s, age_s, hangs):
     """Longer than `hang_s`, and than twenty times what was expected: then only a restart can help."""
     device.batcher.running.add(Running("m@1", 8, 312, expected_s, age_s))
     said = f"a batch of m@1 (8 texts, 312 tokens) has run for {age_s:.1f} s"
@@ -60,7 +57,7 @@ async def test_a_batch_hangs_when_it_runs_for_much_too_long(
     assert device.alive() is not hangs
 
 
-async def test_what_ends_in_the_end_did_not_hang(device: LocalDevice) -> None:
+async def test_what_ends_in_the_end_did_not_hang(device):
     """All is well again when the batch is done."""
     late = Running("m@1", 8, 312, 0.1, 6.0)
     device.batcher.running.add(late)
@@ -70,9 +67,7 @@ async def test_what_ends_in_the_end_did_not_hang(device: LocalDevice) -> None:
     assert device.load().ready
 
 
-def test_an_isolated_failure_is_logged_without_its_text(
-    device: LocalDevice, lines: list[EventDict]
-) -> None:
+def test_an_isolated_failure_is_logged_without_its_text(device, lines):
     """By a hash of its tokens, which the same text will have again; not every one of a flood."""
     entry = Entry("m@1", Window(np.array([2, 7, 3]), np.zeros(3)), "r", 0.0, 9.0, heads=("h",))
     error = InferenceFailed("not finite")
@@ -86,7 +81,7 @@ def test_an_isolated_failure_is_logged_without_its_text(
     assert 'quartet_poison_inputs_total{model="m@1"} 99.0' in device._metrics.render().decode()
 
 
-async def test_batches_grow_older(device: LocalDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_batches_grow_older(device, monkeypatch):
     """While they run and the process is watched."""
     monkeypatch.setattr(liveness, "TICK_S", 0.001)
     running = Running("m@1", 8, 312, 0.1)
@@ -108,13 +103,8 @@ async def test_batches_grow_older(device: LocalDevice, monkeypatch: pytest.Monke
     ],
 )
 def test_a_bundle_is_measured_by_the_layout_of_its_graph(
-    layout: str,
-    padded: bool,
-    sizes: set[int],
-    tiny_bundle: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    layout, padded, sizes, tiny_bundle, tmp_path, monkeypatch
+):
     """The layout decides whether padding costs time, and unbatched graphs are measured with single texts only."""
     path = shutil.copytree(tiny_bundle, tmp_path / "copy")
     manifest = json.loads((path / "manifest.json").read_text())
@@ -127,21 +117,21 @@ def test_a_bundle_is_measured_by_the_layout_of_its_graph(
     session = open_session(bundle.load(path), provider="cpu", options=SessionOptions(threads=1))
     runner = Runner(bundle.load(path), {1: session})
     monkeypatch.setattr(local_device, "WARM_UP_S", 60)  # time for every shape
-    ran: list[int] = []
+    ran = []
     run = runner.run
 
-    def spy(width: int, windows: list[Window]) -> list[dict[str, np.ndarray]]:
+    def spy(width, windows):
         ran.append(len(windows))
         return run(width, windows)
 
-    runner.run = spy  # type: ignore[method-assign]
+    runner.run = spy
     (estimator,) = runner.warm_up().values()
     assert estimator.cost.padded is padded
     assert runner.unbatched is (layout == "alone")
     assert set(ran) == sizes
 
 
-def test_the_cost_of_mask_tokens_is_measured(masked_bundle: Path) -> None:
+def test_the_cost_of_mask_tokens_is_measured(masked_bundle):
     """The warm-up runs an input of mask tokens. Only the fill-mask head computes logits for them."""
     opened = bundle.load(masked_bundle)
     session = open_session(opened, provider="cpu", options=SessionOptions(threads=1))
@@ -156,7 +146,7 @@ def test_the_cost_of_mask_tokens_is_measured(masked_bundle: Path) -> None:
         runner.count_masks(window, (masks,)),
         runner.count_masks(window, others),
     )
-    samples: list[Sample] = []
+    samples = []
 
     class Recorded(local_device.Estimator):
         def __init__(self, measured: Sequence[Sample], **options: Any) -> None:
@@ -179,20 +169,15 @@ def test_the_cost_of_mask_tokens_is_measured(masked_bundle: Path) -> None:
     ],
 )
 def test_attention_of_a_batch_is_bounded_by_the_memory(
-    precision: Any,
-    bias: bool | None,
-    given: int | None,
-    area: float,
-    gpu_bundle: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    precision, bias, given, area, gpu_bundle, monkeypatch
+):
     """The scores of the batches that run at once take half of the GPU, unless the limit is set."""
     gpu = replace(CUDA, memory=lambda: 16 * 2**30)
     opened = bundle.load(gpu_bundle)
     graph = next(g for g in opened.manifest.graphs if g.precision == precision)
     graph = graph.model_copy(update={"attention_bias": bias})
     monkeypatch.setattr(Session, "__init__", lambda self: None)
-    session = Session()  # type: ignore[call-arg]
+    session = Session()
     session.graph, session.kind = graph, gpu
     device = LocalDevice(Settings(max_batch_attention=given), Slots(2, {1: 1}), Metrics())
     assert area == device._area(session)
@@ -210,9 +195,7 @@ def test_attention_of_a_batch_is_bounded_by_the_memory(
         (512, 16_384, 256, 16_384 * 512, [(32, 512)]),
     ],
 )
-def test_full_shapes(
-    max_length: int, tokens: int, size: int, area: float, shapes: list[tuple[int, int]]
-) -> None:
+def test_full_shapes(max_length, tokens, size, area, shapes):
     """The longest texts that fill a batch within its limits and, where that excludes it, the longest text alone."""
     assert shapes == full_shapes(max_length, tokens, size, area)
 
@@ -249,7 +232,7 @@ def gpu_device(**settings: Any) -> LocalDevice:
     return LocalDevice(chosen, Slots(2, {1: 1}), Metrics(), CUDA)
 
 
-async def test_a_gpu_runs_full_batches_first(on_the_gpu: OnTheGpu, tiny_bundle: Path) -> None:
+async def test_a_gpu_runs_full_batches_first(on_the_gpu, tiny_bundle):
     """All slots run one at the same time, twice, before anything else; by their rate the queue is limited."""
     device = gpu_device()
     assert MAX_QUEUE_TOKENS == device.max_queue_tokens
@@ -269,14 +252,14 @@ async def test_a_gpu_runs_full_batches_first(on_the_gpu: OnTheGpu, tiny_bundle: 
     assert MAX_QUEUE_TOKENS == device.max_queue_tokens
 
 
-def test_a_set_queue_limit_is_kept(on_the_gpu: OnTheGpu, tiny_bundle: Path) -> None:
+def test_a_set_queue_limit_is_kept(on_the_gpu, tiny_bundle):
     """Whatever the GPU's rate is."""
     device = gpu_device(max_queue_tokens=1000)
     device.add(replace(device.open(bundle.load(tiny_bundle)), gpu_rate=1e6))
     assert 1000 == device.max_queue_tokens
 
 
-def test_a_gpu_without_the_memory_for_a_full_batch(on_the_gpu: OnTheGpu, tiny_bundle: Path) -> None:
+def test_a_gpu_without_the_memory_for_a_full_batch(on_the_gpu, tiny_bundle):
     """The bundle is refused at start, and the settings to lower are named with their values."""
     on_the_gpu.most = 900
     reason = (
@@ -287,9 +270,7 @@ def test_a_gpu_without_the_memory_for_a_full_batch(on_the_gpu: OnTheGpu, tiny_bu
         gpu_device().open(bundle.load(tiny_bundle))
 
 
-async def test_broken_gpu_under_auto(
-    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, lines: list[EventDict]
-) -> None:
+async def test_broken_gpu_under_auto(tiny_bundle, monkeypatch, lines):
     """The CPU serves with its own number of slots, and the reason is logged and described."""
     problems = {CUDA: "NVIDIA H100 failed a trial run: why", CPU: None}
     monkeypatch.setattr(session, "device_problem", problems.get)
@@ -303,7 +284,7 @@ async def test_broken_gpu_under_auto(
     assert [note] == [line["reason"] for line in lines if line["event"] == "the GPU is not used"]
 
 
-async def test_gpu_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_gpu_that_works(monkeypatch):
     """Two batches run at once, of up to 256 sequences."""
     monkeypatch.setattr(session, "device_problem", lambda kind: None)
     async with local_device.open_device(Settings(), Metrics()) as device:
@@ -336,7 +317,7 @@ def never_end(path: Path) -> None:
     restate(path, graphs=[graph | bundle.describe_file(path / GRAPH)])
 
 
-def test_a_graph_that_never_ends(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_a_graph_that_never_ends(tiny_bundle, tmp_path):
     """Opening it ends with an error at the time limit, and so do its runs."""
     path = save_version(tiny_bundle, tmp_path / "endless", "1")
     never_end(path)

@@ -56,7 +56,7 @@ def make_bundle(
         "graphs": graphs,
         "goldens": {"file": "g", "sha256": "0" * 64, "tolerance": {"fp32": {}, "int8": {}}},
     }
-    return Bundle(folder, Manifest.model_validate(manifest), "", None)  # type: ignore[arg-type]
+    return Bundle(folder, Manifest.model_validate(manifest), "", None)
 
 
 def limited(root: Path, size: int | None) -> Path:
@@ -88,35 +88,33 @@ def need_of(settings: Settings, *bundles: Bundle) -> int:
         ({"threads": 2, "precision": "int8"}, 60 + 20 + 2 * 160),
     ],
 )
-def test_the_need_is_the_sessions_and_the_largest_batches(
-    fields: dict[str, Any], expected_mib: int, tmp_path: Path
-) -> None:
+def test_the_need_is_the_sessions_and_the_largest_batches(fields, expected_mib, tmp_path):
     """A session for each width, the warm-up, and the largest batch on each slot."""
     need = need_of(Settings(**fields), make_bundle(tmp_path / "a"))
     assert PROCESSES + expected_mib * MIB == need
 
 
 @pytest.mark.parametrize(("workers", "expected"), [(0, SINGLE), (3, MAIN + 3 * HTTP + INFERENCE)])
-def test_each_process_counts(workers: int, expected: int, tmp_path: Path) -> None:
+def test_each_process_counts(workers, expected, tmp_path):
     """The main process, each HTTP process and the inference process, or the only one."""
     settings = Settings(threads=1, http_workers=workers)
     assert expected + 460 * MIB == need_of(settings, make_bundle(tmp_path / "a"))
 
 
-def test_bundles_share_the_slots(tmp_path: Path) -> None:
+def test_bundles_share_the_slots(tmp_path):
     """Each bundle has sessions of its own; the largest batch of any of them counts on every slot."""
     small = make_bundle(tmp_path / "b", fp32=INT8)
     need = need_of(Settings(threads=2), make_bundle(tmp_path / "a"), small)
     assert PROCESSES + (130 + 40 + 2 * 320) * MIB == need  # one width: each has one thread
 
 
-def test_an_unbatched_graph_runs_one_text(tmp_path: Path) -> None:
+def test_an_unbatched_graph_runs_one_text(tmp_path):
     """Neither a batch nor the warm-up has more than one text."""
     alone = make_bundle(tmp_path / "a", layout="alone")
     assert PROCESSES + (100 + 5 + 5) * MIB == need_of(Settings(threads=1), alone)
 
 
-def test_a_service_that_fits_starts(tmp_path: Path) -> None:
+def test_a_service_that_fits_starts(tmp_path):
     """Neither an error nor a warning, where the limit is the need, or where there is none."""
     settings, fits = Settings(threads=2), make_bundle(tmp_path / "a")
     need = PROCESSES + 880 * MIB
@@ -139,7 +137,7 @@ def test_a_service_that_fits_starts(tmp_path: Path) -> None:
         (184 + 200, ": set threads and replicas below 2, or raise the memory limit to 1064 MiB"),
     ],
 )
-def test_a_service_that_does_not_fit_ends(limit_mib: int, changes: str, tmp_path: Path) -> None:
+def test_a_service_that_does_not_fit_ends(limit_mib, changes, tmp_path):
     """The line has limit, need and parts, and what would fit: a number of tokens, int8, or a larger limit."""
     root, made = limited(tmp_path, limit_mib * MIB), make_bundle(tmp_path / "a")
     with pytest.raises(MemoryLimitError) as caught:
@@ -153,7 +151,7 @@ def test_a_service_that_does_not_fit_ends(limit_mib: int, changes: str, tmp_path
     assert "\n" not in message
 
 
-def test_the_named_number_of_tokens_fits(tmp_path: Path) -> None:
+def test_the_named_number_of_tokens_fits(tmp_path):
     """With the `max_batch_tokens` that the message names, the service starts; with 256 more it does not."""
     root, made = limited(tmp_path, (184 + 640) * MIB), make_bundle(tmp_path / "a")
     check_memory(Settings(threads=2, max_batch_tokens=5120), [made], root)
@@ -161,7 +159,7 @@ def test_the_named_number_of_tokens_fits(tmp_path: Path) -> None:
         check_memory(Settings(threads=2, max_batch_tokens=5376), [made], root)
 
 
-def test_unstated_memory_only_warns(tmp_path: Path) -> None:
+def test_unstated_memory_only_warns(tmp_path):
     """Where one bundle does not state its memory, the need is an estimate from its files, and the service starts."""
     unstated = make_bundle(tmp_path / "old", fp32=None, int8=None)
     bundles = [make_bundle(tmp_path / "a"), unstated]
@@ -177,7 +175,7 @@ def test_unstated_memory_only_warns(tmp_path: Path) -> None:
     assert line["problem"].startswith("the memory limit is 300 MiB, but the service may need ")
 
 
-def test_a_lacking_precision_is_left_to_the_start(tmp_path: Path) -> None:
+def test_a_lacking_precision_is_left_to_the_start(tmp_path):
     """A bundle without the precision is refused when it is opened, with the reason."""
     settings = Settings(precision="fp16")
     check_memory(settings, [make_bundle(tmp_path / "a")], limited(tmp_path, 10**12))
@@ -191,9 +189,7 @@ def test_a_lacking_precision_is_left_to_the_start(tmp_path: Path) -> None:
         ("fp32", "CUDAExecutionProvider", None),
     ],
 )
-def test_the_running_graph_states_its_memory(
-    precision: str, provider: str, opened: int | None, tmp_path: Path
-) -> None:
+def test_the_running_graph_states_its_memory(precision, provider, opened, tmp_path):
     """`GET /models` shows the memory of the graph that runs, and none on a GPU."""
     runs_on = RunsOn(precision, "packed", provider, None, "onnxruntime 1")
     memory = runs_on.stated_memory(make_bundle(tmp_path / "a").manifest)
@@ -225,7 +221,7 @@ asyncio.run(main(sys.argv[1], int(sys.argv[2])))
 
 @pytest.mark.nightly
 @pytest.mark.exclusive
-def test_the_need_is_near_the_peak_of_a_process(mini_bundle: Path) -> None:
+def test_the_need_is_near_the_peak_of_a_process(mini_bundle):
     """The inference process with the largest batches on all slots peaks within 20 % of the stated need.
 
     The median of three processes counts, since the C library's heap is fragmented otherwise in each.

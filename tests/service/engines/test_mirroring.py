@@ -76,7 +76,7 @@ class Copied:
             await self.shadow.copying
 
 
-async def test_answers_are_compared() -> None:
+async def test_answers_are_compared():
     """By head and input: an input without a result is not compared; an input with one must have one again."""
     copied = Copied()
     answered = reply(GOOD, GOOD, GOOD, GOOD, None, None)
@@ -89,7 +89,7 @@ async def test_answers_are_compared() -> None:
     assert 0 == copied.users
 
 
-async def test_a_mirrored_request_has_no_tenant_and_low_priority() -> None:
+async def test_a_mirrored_request_has_no_tenant_and_low_priority():
     """The copy is for the head that answered, isolates errors, and does not arrive for the finished request."""
     copied = Copied()
     await copied.copied(reply(GOOD), reply(GOOD))
@@ -105,7 +105,7 @@ async def test_a_mirrored_request_has_no_tenant_and_low_priority() -> None:
     assert ticket.on_submit is None
 
 
-async def test_a_share_is_copied() -> None:
+async def test_a_share_is_copied():
     """The others leave no trace."""
     draws = itertools.cycle([0.04, 0.05, 0.5, 0.99])
     copied = Copied(0.05, lambda: next(draws))
@@ -117,7 +117,7 @@ async def test_a_share_is_copied() -> None:
 @pytest.mark.parametrize(
     ("problem", "said"), [("", {"queue_s": 0.003}), ("it starts", {}), ("", {"tokens": 10_000})]
 )
-async def test_where_there_is_no_room_none_is_made(problem: str, said: Any) -> None:
+async def test_where_there_is_no_room_none_is_made(problem, said):
     """No copy is made while requests wait or for large requests; the metrics count the skipped ones."""
     copied = Copied()
     copied.load = Load(problem=problem)
@@ -125,7 +125,7 @@ async def test_where_there_is_no_room_none_is_made(problem: str, said: Any) -> N
     assert ([], [("a@2", "sentiment", "dropped", 2)]) == (copied.asked, copied.told)
 
 
-async def test_one_at_a_time() -> None:
+async def test_one_at_a_time():
     """What comes while a copy is answered is left out."""
     copied = Copied()
     copied.hold.clear()
@@ -143,7 +143,7 @@ async def test_one_at_a_time() -> None:
 @pytest.mark.parametrize(
     "error", [InferenceFailed("no number"), InvalidInput("too long"), RuntimeError("bug")]
 )
-async def test_a_copy_that_fails_is_counted(error: Exception) -> None:
+async def test_a_copy_that_fails_is_counted(error):
     """It is counted by inputs with a result, and affects no request; only a bug is an error of its task."""
     copied = Copied()
     with capture_logs() as logs:
@@ -157,7 +157,7 @@ async def test_a_copy_that_fails_is_counted(error: Exception) -> None:
     assert (0, None) == (copied.users, copied.shadow.copying)
 
 
-async def test_a_copy_that_finds_no_room_says_nothing_of_the_version() -> None:
+async def test_a_copy_that_finds_no_room_says_nothing_of_the_version():
     """It was left out."""
     copied = Copied()
     await copied.copied(reply(GOOD, BAD), Overloaded("the queue is full"))
@@ -197,12 +197,12 @@ PER = EntitySpan("PER", 0.9, "Ada", 0, 3)
         (np.int8([1, 2]), np.int8([1, 2, 3]), False),
     ],
 )
-def test_the_same_answer(one: Any, other: Any, same: bool) -> None:
+def test_the_same_answer(one, other, same):
     """Says the same, however sure it is."""
     assert same == same_answer(one, other) == same_answer(other, one)
 
 
-async def test_results_of_several_heads_are_compared_by_head() -> None:
+async def test_results_of_several_heads_are_compared_by_head():
     """Each head's results count for that head."""
     copied = Copied()
     heads = ("sentiment", "entities")

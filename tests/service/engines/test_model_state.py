@@ -44,7 +44,7 @@ def shown(models: Models) -> list[str]:
         (["a@3 pinned", "a@2 current"], ["a@3 pinned", "a@2 current"]),
     ],
 )
-def test_every_name_has_a_version_that_answers(found: list[str], then: list[str]) -> None:
+def test_every_name_has_a_version_that_answers(found, then):
     """The first, unless another did before."""
     assert then == shown(settled(served(*found), NOW))
 
@@ -63,12 +63,12 @@ def test_every_name_has_a_version_that_answers(found: list[str], then: list[str]
         ),
     ],
 )
-def test_a_new_one_takes_the_place_of_the_old(before: list[str], new: str, then: list[str]) -> None:
+def test_a_new_one_takes_the_place_of_the_old(before, new, then):
     """The replaced version is kept, and the one kept before is unloaded."""
     assert then == shown(introduce_model(served(*before), model(new), NOW))
 
 
-def test_an_alias_has_one_name() -> None:
+def test_an_alias_has_one_name():
     """All versions of the name share it, and the name that had it before loses it."""
     models = assign_aliases(served("a@2 current", "a@1 previous", "b@1 current"), "a", ["x", "y"])
     assert [("x", "y"), ("x", "y"), ()] == [model.aliases for model in models]
@@ -76,21 +76,21 @@ def test_an_alias_has_one_name() -> None:
     assert [("x",), ("x",), ("y",)] == [model.aliases for model in models]
 
 
-def test_a_resident_stays() -> None:
+def test_a_resident_stays():
     """Pinned, where another takes its place as the previous one."""
     before = served("a@2 current", "a@1 previous")
     later = introduce_model(before, model("a@3"), NOW, resident={"0123"})
     assert ["a@3 current", "a@2 previous", "a@1 pinned"] == shown(later)
 
 
-def test_a_pinned_version_answers_if_it_is_the_only_one() -> None:
+def test_a_pinned_version_answers_if_it_is_the_only_one():
     """A pinned version answers for the name only if the model has no other version."""
     before = served("a@1 current")
     later = add_model(add_model(before, model("a@2"), NOW), model("b@1"), NOW)
     assert ["a@1 current", "a@2 pinned", "b@1 current"] == shown(later)
 
 
-def test_one_of_a_name_gets_copies() -> None:
+def test_one_of_a_name_gets_copies():
     """The newest version for mirrored requests gets them, unless it answers or answered for the name."""
     models = add_model(served("a@1 current"), replace(model("a@2"), shadow=0.5), NOW)
     models = add_model(models, replace(model("a@3"), shadow=0.1), NOW)
@@ -100,7 +100,7 @@ def test_one_of_a_name_gets_copies() -> None:
     assert not any(each.shadow for each in models)
 
 
-def test_the_old_one_goes_where_it_is_not_to_be_kept() -> None:
+def test_the_old_one_goes_where_it_is_not_to_be_kept():
     """The version before it is unloaded as well, because a rollback must not reach a version replaced long ago."""
     before = served("b@1 current", "a@2 current", "a@1 previous")
     assert ["b@1 current", "a@3 current"] == shown(
@@ -108,7 +108,7 @@ def test_the_old_one_goes_where_it_is_not_to_be_kept() -> None:
     )
 
 
-def test_there_and_back() -> None:
+def test_there_and_back():
     """The previous one and the current one change places, any number of times."""
     models = served("a@2 current", "a@1 previous", "b@1 current")
     for expected in ("a@1", "a@2", "a@1"):
@@ -122,7 +122,7 @@ def test_there_and_back() -> None:
         assert {"a@1", "a@2"} == {answering.id, kept.id}
 
 
-def test_a_pinned_one_can_answer_for_its_name() -> None:
+def test_a_pinned_one_can_answer_for_its_name():
     """It comes to the place of the one that did."""
     before = served("a@2 current", "b@1 current", "a@1 pinned")
     assert ["a@1 current", "a@2 previous", "b@1 current"] == shown(
@@ -138,13 +138,13 @@ def test_a_pinned_one_can_answer_for_its_name() -> None:
         ("b@1", ["a@2 current", "a@1 previous", "a@0 pinned"]),
     ],
 )
-def test_the_previous_version_follows_an_unloaded_one(gone: str, then: list[str]) -> None:
+def test_the_previous_version_follows_an_unloaded_one(gone, then):
     """The rest stays as it was."""
     before = served("a@2 current", "a@1 previous", "a@0 pinned", "b@1 current")
     assert then == shown(remove_model(before, gone, NOW))
 
 
-def test_a_successor_takes_the_place() -> None:
+def test_a_successor_takes_the_place():
     """Wherever it stood itself, so that another name does not become the default."""
     before = served("a@0 pinned", "b@1 current", "a@1 current", "c@1 current", "a@2 previous")
     then = ["a@0 pinned", "b@1 current", "a@2 current", "c@1 current"]
@@ -154,7 +154,7 @@ def test_a_successor_takes_the_place() -> None:
     )
 
 
-def test_since_when() -> None:
+def test_since_when():
     """A model is in its state since the change that put it there."""
     models = introduce_model(served("a@1 current", "b@1 current"), model("a@2"), NOW)
     assert [NOW, NOW, 1.0] == [model.since for model in models]

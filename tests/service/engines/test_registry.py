@@ -53,7 +53,7 @@ async def embed(engine: Engine, *texts: str) -> np.ndarray:
     return (await engine.answer(Embedding(inputs=[*texts]), ticket)).results
 
 
-async def test_names(second: Path, tiny_bundle: Path) -> None:
+async def test_names(second, tiny_bundle):
     """The first bundle is the default; each is found by name@version, and by name the first of it."""
     async with opened(settings(second, tiny_bundle)) as engines:
         asked = [None, "tiny", "tiny@2", "tiny@1"]
@@ -64,14 +64,14 @@ async def test_names(second: Path, tiny_bundle: Path) -> None:
             engines.get("tiny@3")
 
 
-async def test_both_answer(second: Path, tiny_bundle: Path) -> None:
+async def test_both_answer(second, tiny_bundle):
     """Bundles share the slots, and each answers for itself."""
     async with opened(settings(second, tiny_bundle)) as engines:
         one, two = [await embed(engine, "Ada drew a comet.") for engine in engines.all()]
     np.testing.assert_array_equal(one, two)
 
 
-async def test_same_bundle_twice(tiny_bundle: Path, tmp_path: Path) -> None:
+async def test_same_bundle_twice(tiny_bundle, tmp_path):
     """Two bundles of one name and version could not be told apart."""
     copy = shutil.copytree(tiny_bundle, tmp_path / "copy")
     with pytest.raises(BundleError, match=f"{copy}: tiny@1 is served already"):
@@ -79,7 +79,7 @@ async def test_same_bundle_twice(tiny_bundle: Path, tmp_path: Path) -> None:
             pytest.fail("it opened")
 
 
-async def test_provider_before_bundles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_provider_before_bundles(tmp_path, monkeypatch):
     """An unavailable provider is reported before any bundle is read."""
     monkeypatch.setattr("service.core.session.device_problem", lambda kind: "there is none")
     with pytest.raises(ProviderError, match="there is none"):
@@ -87,7 +87,7 @@ async def test_provider_before_bundles(tmp_path: Path, monkeypatch: pytest.Monke
             pytest.fail("it opened")
 
 
-async def test_replicas(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_replicas(tiny_bundle, monkeypatch):
     """One replica, several, and the default on two cores answer alike."""
     monkeypatch.setattr("service.engines.local_device.usable_cores", lambda: 2)
     texts = [samples.text(words, seed=words) for words in range(1, 40)]
@@ -101,7 +101,7 @@ async def test_replicas(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> N
         np.testing.assert_allclose(alone, answers[0][:1], rtol=0, atol=1e-5)
 
 
-async def test_batches_reach_the_metrics(tiny_bundle: Path) -> None:
+async def test_batches_reach_the_metrics(tiny_bundle):
     """The metrics count every batch, and read the queue."""
     metrics = Metrics()
     async with open_local_engines(metrics, settings(tiny_bundle)) as engines:
@@ -113,7 +113,7 @@ async def test_batches_reach_the_metrics(tiny_bundle: Path) -> None:
     assert "quartet_queue_tokens 0.0" in page
 
 
-async def test_life(tiny_bundle: Path) -> None:
+async def test_life(tiny_bundle):
     """Engines are ready while they are open, and afterwards take nothing more."""
     async with opened(settings(tiny_bundle)) as engines:
         assert engines.load().ready
@@ -164,7 +164,7 @@ def shelf(texts: BundleTexts) -> Iterator[Shelf]:
     made.engines.close()
 
 
-async def test_the_current_one_answers_for_its_name(shelf: Shelf) -> None:
+async def test_the_current_one_answers_for_its_name(shelf):
     """Other versions answer by their full ids; an unloaded version does not answer."""
     await shelf.adopt(one="previous", two="current")
     get = shelf.engines.get
@@ -179,7 +179,7 @@ async def test_the_current_one_answers_for_its_name(shelf: Shelf) -> None:
         get("tiny@one")
 
 
-async def test_aliases_and_unknown_names(shelf: Shelf) -> None:
+async def test_aliases_and_unknown_names(shelf):
     """An alias reaches the current version; names of models are never hidden; other names get what the rule says."""
     await shelf.adopt("BAAI/bge-m3", "tiny@one", one="previous", two="current")
     get = shelf.engines.get
@@ -189,7 +189,7 @@ async def test_aliases_and_unknown_names(shelf: Shelf) -> None:
     assert "tiny@two" == get("gpt", "default").id
 
 
-async def test_engines_stay_what_they_are(shelf: Shelf) -> None:
+async def test_engines_stay_what_they_are(shelf):
     """Of a bundle that stays only the state changes; versions share a tokenizer that they have in common."""
     await shelf.adopt(one="current")
     engine = shelf.engines.get("tiny")
@@ -199,7 +199,7 @@ async def test_engines_stay_what_they_are(shelf: Shelf) -> None:
     assert engine.encoder.tokenizer is shelf.engines.get("tiny").encoder.tokenizer
 
 
-async def test_an_engine_without_requests_is_closed(shelf: Shelf) -> None:
+async def test_an_engine_without_requests_is_closed(shelf):
     """Not while a request is with it, though no other can come."""
     await shelf.adopt(one="current")
     engine = shelf.engines.get("tiny")
@@ -215,14 +215,12 @@ async def test_an_engine_without_requests_is_closed(shelf: Shelf) -> None:
     assert not shelf.engines._leaving
 
 
-async def test_a_missing_bundle_is_not_waited_for(shelf: Shelf) -> None:
+async def test_a_missing_bundle_is_not_waited_for(shelf):
     """A bundle that was never adopted is left already."""
     await asyncio.wait_for(shelf.engines.left("tiny@none"), 30)
 
 
-async def test_a_changed_bundle_of_the_same_name_is_another(
-    shelf: Shelf, texts: BundleTexts
-) -> None:
+async def test_a_changed_bundle_of_the_same_name_is_another(shelf, texts):
     """After a restart that found other contents, they are what is answered from."""
     await shelf.adopt(one="current")
     engine = shelf.engines.get("tiny")
@@ -231,7 +229,7 @@ async def test_a_changed_bundle_of_the_same_name_is_another(
     assert "changed" == shelf.engines.get("tiny").sha256 != engine.sha256
 
 
-async def test_a_tokenizer_that_fails_is_not_adopted(shelf: Shelf, texts: BundleTexts) -> None:
+async def test_a_tokenizer_that_fails_is_not_adopted(shelf, texts):
     """A readable tokenizer without any word and without an unknown token is refused."""
     document = json.loads(texts.tokenizer)
     special = {token["content"]: token["id"] for token in document["added_tokens"]}
@@ -247,7 +245,7 @@ async def test_a_tokenizer_that_fails_is_not_adopted(shelf: Shelf, texts: Bundle
     assert [] == shelf.engines.all()
 
 
-async def test_what_cannot_be_adopted_changes_nothing(shelf: Shelf, texts: BundleTexts) -> None:
+async def test_what_cannot_be_adopted_changes_nothing(shelf, texts):
     """All or none: a tokenizer that cannot be read keeps the others out, too."""
     await shelf.adopt(one="current")
     vocabulary = texts.manifest.vocabulary.model_copy(update={"sha256": 64 * "0"})

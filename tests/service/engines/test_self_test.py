@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from structlog.typing import EventDict
 
 from service import liveness
 from service.core.bundle import Golden, Tolerance
@@ -68,7 +67,7 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness, "SELF_TEST_POLL_S", 0.001)
 
 
-async def test_each_bundle_is_tried_in_turn() -> None:
+async def test_each_bundle_is_tried_in_turn():
     """Again and again, and all is well."""
     async with trying("a@1", "b@1") as session:
         await session.until(lambda: len(session.tries) >= 4)
@@ -78,7 +77,7 @@ async def test_each_bundle_is_tried_in_turn() -> None:
         assert not session.self_tests.lost
 
 
-async def test_what_fails_three_times_is_lost(lines: list[EventDict]) -> None:
+async def test_what_fails_three_times_is_lost(lines):
     """The first failure is reported at once; the third in a row is the last."""
     async with trying("a@1") as session:
         await session.until(lambda: bool(session.tries))
@@ -92,7 +91,7 @@ async def test_what_fails_three_times_is_lost(lines: list[EventDict]) -> None:
     ]
 
 
-async def test_what_goes_well_again_is_well() -> None:
+async def test_what_goes_well_again_is_well():
     """A failure that passes is forgotten."""
     async with trying("a@1") as session:
         session.error = RuntimeError()
@@ -112,7 +111,7 @@ async def test_what_goes_well_again_is_well() -> None:
         ({"sentiment": np.array([1, -2.1], np.float32)}, "sentiment differs by 5.00e-02"),
     ],
 )
-async def test_wrong_answers_are_failures(change: dict[str, Any], problem: str) -> None:
+async def test_wrong_answers_are_failures(change, problem):
     """The results must be numbers, and equal the results at the start."""
     async with trying("a@1") as session:
         session.change = change
@@ -120,14 +119,14 @@ async def test_wrong_answers_are_failures(change: dict[str, Any], problem: str) 
         assert problem in session.self_tests.problem
 
 
-def test_what_may_change_is_for_the_bundle_to_say() -> None:
+def test_what_may_change_is_for_the_bundle_to_say():
     """A head that is held to a cosine is held to that."""
     near = EXPECTED | {"sentiment": np.array([1.0, -2.1], np.float32)}
     assert "" == known(Tolerance(min_cosine={"sentiment": 0.99})).compare(near)
     assert "cosine" in known(Tolerance(min_cosine={"sentiment": 0.9999})).compare(near)
 
 
-async def test_a_bundle_that_is_busy_and_well_is_left_alone() -> None:
+async def test_a_bundle_that_is_busy_and_well_is_left_alone():
     """As long as its own batches show how it is; the others are tried."""
     async with trying("a@1", "b@1") as session:
         session.self_tests._of["a@1"].well = math.inf
@@ -137,7 +136,7 @@ async def test_a_bundle_that_is_busy_and_well_is_left_alone() -> None:
         await session.until(lambda: "a@1" in session.asked)
 
 
-def test_a_bundle_is_due_when_nothing_shows_that_it_is_well() -> None:
+def test_a_bundle_is_due_when_nothing_shows_that_it_is_well():
     """So long after its last batch that ended well, or its last try, and no longer: a look is a tenth of a second."""
     one = known()
     one.well = one.tried = 100.0
@@ -152,7 +151,7 @@ def test_a_bundle_is_due_when_nothing_shows_that_it_is_well() -> None:
     assert not one.due(200.005)
 
 
-async def test_what_failed_is_tried_whatever_its_batches_say() -> None:
+async def test_what_failed_is_tried_whatever_its_batches_say():
     """Or load would hide that it is well again, or that it is not."""
     async with trying("a@1") as session:
         session.error = RuntimeError()
@@ -161,7 +160,7 @@ async def test_what_failed_is_tried_whatever_its_batches_say() -> None:
         await session.until(lambda: session.self_tests.lost)
 
 
-async def test_a_bundle_that_is_gone_is_not_missed() -> None:
+async def test_a_bundle_that_is_gone_is_not_missed():
     """It is not tried again, and what was wrong with it is forgotten, though it was being tried."""
     async with trying("a@1") as session:
         session.error, session.hold = RuntimeError(), asyncio.Event()
@@ -174,14 +173,14 @@ async def test_a_bundle_that_is_gone_is_not_missed() -> None:
         assert [] == session.tries
 
 
-def test_the_smallest_golden_is_the_canary() -> None:
+def test_the_smallest_golden_is_the_canary():
     """Its own tokens, wherever it stands."""
     golden = Golden(np.arange(9), np.arange(9) % 2, np.array([4, 2, 3]), {})
     window = smallest(golden)
     assert ([4, 5], [0, 1]) == (window.input_ids.tolist(), window.token_type_ids.tolist())
 
 
-def test_the_smallest_golden_has_a_mask_token_where_a_head_needs_one() -> None:
+def test_the_smallest_golden_has_a_mask_token_where_a_head_needs_one():
     """Otherwise the self-test would compare no output of a fill-mask head."""
     golden = Golden(np.array([1, 2, 3, 7, 4, 7, 7, 5]), np.zeros(8, int), np.array([2, 3, 3]), {})
     assert [1, 2] == smallest(golden).input_ids.tolist()

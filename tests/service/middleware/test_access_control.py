@@ -1,11 +1,9 @@
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from structlog.typing import EventDict
 
 from service.api.app import PAGES, create_app
 from service.errors import QuartetError, RateLimited
@@ -14,7 +12,6 @@ from service.middleware import access_control
 from service.middleware.request_context import RequestContext
 from service.observability.metrics import Metrics
 from service.settings import Settings
-from tests.service.fakes import FakeEngine, FakeEngines
 
 BODY = {"inputs": "a text"}
 TASKS = ["/classify", "/ner", "/qa", "/embed"]
@@ -56,12 +53,12 @@ def code(response: httpx.Response) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("path", OPEN)
-async def test_health_and_pages_are_open(locked: httpx.AsyncClient, path: str) -> None:
+async def test_health_and_pages_are_open(locked, path):
     """Orchestrators and browsers have no key."""
     assert (await locked.get(path)).status_code == 200
 
 
-def test_every_file_of_the_pages_is_open() -> None:
+def test_every_file_of_the_pages_is_open():
     """The pages can load what they are made of."""
     assert all(
         f"/static/{path.name}".startswith(access_control.OPEN_BELOW) for path in PAGES.iterdir()
@@ -70,7 +67,7 @@ def test_every_file_of_the_pages_is_open() -> None:
 
 @pytest.mark.parametrize("path", CLOSED + TASKS)
 @pytest.mark.parametrize("method", ["GET", "POST", "HEAD", "OPTIONS"])
-async def test_all_else_needs_a_key(locked: httpx.AsyncClient, method: str, path: str) -> None:
+async def test_all_else_needs_a_key(locked, method, path):
     """Whatever it is, and whether or not it is there."""
     response = await locked.request(method, f"http://quartet{path}")
     assert (response.status_code, response.headers["WWW-Authenticate"]) == (401, "Bearer")
@@ -90,28 +87,28 @@ async def test_all_else_needs_a_key(locked: httpx.AsyncClient, method: str, path
         "Bearer sch\xfcssel",
     ],
 )
-async def test_other_keys_are_refused(locked: httpx.AsyncClient, authorization: str) -> None:
+async def test_other_keys_are_refused(locked, authorization):
     """A key is known or it is not; its hash is no key."""
     header = {b"Authorization": authorization.encode("latin-1")}
     assert code(await locked.post("/embed", json=BODY, headers=header)) == (401, "unauthorized")
 
 
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER "])
-async def test_a_known_key_is_let_in(locked: httpx.AsyncClient, scheme: str) -> None:
+async def test_a_known_key_is_let_in(locked, scheme):
     """The scheme may be written in any case."""
     headers = {"Authorization": f"{scheme} {plain('search')}"}
     assert (await locked.post("/embed", json=BODY, headers=headers)).status_code == 200
 
 
-async def test_a_refused_body_is_not_read(engines: FakeEngines) -> None:
+async def test_a_refused_body_is_not_read(engines):
     """The answer is there before the first byte of the body."""
     app = create_app(Settings(keys=KEYS), engines.open, Metrics())
     sent = []
 
-    async def receive() -> None:
+    async def receive():
         raise AssertionError("the body was asked for")
 
-    async def send(message: Any) -> None:
+    async def send(message):
         sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": "/embed", "query_string": b"", "headers": []}
@@ -136,9 +133,7 @@ async def test_a_refused_body_is_not_read(engines: FakeEngines) -> None:
         ("ops", "GET", "/administration", 403),
     ],
 )
-async def test_a_key_is_for_what_it_says(
-    locked: httpx.AsyncClient, name: str, method: str, path: str, status: int
-) -> None:
+async def test_a_key_is_for_what_it_says(locked, name, method, path, status):
     """Administration, metrics and inference are apart."""
     body = BODY if method == "POST" else None
     response = await locked.request(method, path, json=body, headers=bearing(name))
@@ -147,7 +142,7 @@ async def test_a_key_is_for_what_it_says(
 
 
 @pytest.mark.parametrize("path", ["/admin", "/admin/bundles"])
-async def test_without_keys_administration_is_refused(client: httpx.AsyncClient, path: str) -> None:
+async def test_without_keys_administration_is_refused(client, path):
     """What changes the service is never open to all."""
     response = await client.post(path, json={})
     assert code(response) == (403, "forbidden")
@@ -166,18 +161,14 @@ async def test_without_keys_administration_is_refused(client: httpx.AsyncClient,
         ("nightly", "interactive", 1),
     ],
 )
-async def test_a_request_may_only_lower_its_priority(
-    locked: httpx.AsyncClient, engine: FakeEngine, name: str, asked: str | None, priority: int
-) -> None:
+async def test_a_request_may_only_lower_its_priority(locked, engine, name, asked, priority):
     """The key sets the class; the engine gets the class and the tenant."""
     headers = bearing(name) | ({"X-Priority": asked} if asked else {})
     await locked.post("/embed", json=BODY, headers=headers)
     assert (engine.ticket.tenant, engine.ticket.priority) == (name, priority)
 
 
-async def test_without_keys_requests_have_no_tenant(
-    client: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_without_keys_requests_have_no_tenant(client, engine):
     """They are interactive unless their header has another priority."""
     await client.post("/embed", json=BODY)
     assert (engine.ticket.tenant, engine.ticket.priority) == ("", 0)
@@ -185,7 +176,7 @@ async def test_without_keys_requests_have_no_tenant(
     assert (engine.ticket.tenant, engine.ticket.priority) == ("", 1)
 
 
-async def test_an_unknown_priority_is_invalid(client: httpx.AsyncClient) -> None:
+async def test_an_unknown_priority_is_invalid(client):
     """The error names the words that there are."""
     response = await client.post("/embed", json=BODY, headers={"X-Priority": "urgent"})
     error = response.json()["error"]
@@ -194,15 +185,13 @@ async def test_an_unknown_priority_is_invalid(client: httpx.AsyncClient) -> None
 
 
 @pytest.mark.parametrize("path", ["/", "/docs", "/health/live", "/health/ready"])
-async def test_what_is_open_has_no_priority(
-    client: httpx.AsyncClient, locked: httpx.AsyncClient, path: str
-) -> None:
+async def test_what_is_open_has_no_priority(client, locked, path):
     """With keys or without, these routes ignore the priority header."""
     for each in (client, locked):
         assert 200 == (await each.get(path, headers={"X-Priority": "urgent"})).status_code
 
 
-async def test_a_request_above_its_rate_gets_retry_after(client_with: Connect) -> None:
+async def test_a_request_above_its_rate_gets_retry_after(client_with):
     """One key's rate is no concern of another's."""
     keys = {"slow": kept("slow", requests_per_minute=2), "search": KEYS["search"]}
     async with client_with(keys=keys) as client:
@@ -216,7 +205,7 @@ async def test_a_request_above_its_rate_gets_retry_after(client_with: Connect) -
     assert other.status_code == 200
 
 
-async def test_tokens_are_charged_when_the_answer_is_there(client_with: Connect) -> None:
+async def test_tokens_are_charged_when_the_answer_is_there(client_with):
     """The engine says 7 tokens; what is above the rate has to be waited for."""
     keys = {"slow": kept("slow", tokens_per_minute=12)}
     async with client_with(keys=keys) as client:
@@ -227,7 +216,7 @@ async def test_tokens_are_charged_when_the_answer_is_there(client_with: Connect)
     assert 10 <= int(answers[2].headers["Retry-After"]) <= 15  # 12 - 14, up to 1, at 5 s a token
 
 
-def test_rates_are_divided_among_processes() -> None:
+def test_rates_are_divided_among_processes():
     """Each of several HTTP processes lets its part through."""
     settings = Settings(keys={"slow": kept("slow", requests_per_minute=8)}, http_workers=4)
     (check,) = access_control.access_checks(settings)
@@ -238,10 +227,10 @@ def test_rates_are_divided_among_processes() -> None:
         check(scope, RequestContext("c", 0.0, headers))
 
 
-def test_keys_may_be_replaced() -> None:
+def test_keys_may_be_replaced():
     """A key that came is let in and one that went is not; what is left of an unchanged rate stays as it was."""
 
-    def outcome(name: str) -> str:
+    def outcome(name):
         headers = {"authorization": bearing(name)["Authorization"]}
         try:
             check({"path": "/embed"}, RequestContext("a", 0.0, headers))
@@ -287,15 +276,13 @@ def test_keys_may_be_replaced() -> None:
         (8000, "/docs", 200),
     ],
 )
-async def test_metrics_may_have_a_port_of_their_own(
-    client_with: Connect, keys: dict[str, Key], port: int, path: str, status: int
-) -> None:
+async def test_metrics_may_have_a_port_of_their_own(client_with, keys, port, path, status):
     """The metrics need no key on their own port, are on no other, and share it with health only."""
     async with client_with(metrics_port=9100, keys=keys) as client:
         assert (await client.get(f"http://quartet:{port}{path}")).status_code == status
 
 
-async def test_a_port_for_metrics_opens_nothing_else(client_with: Connect) -> None:
+async def test_a_port_for_metrics_opens_nothing_else(client_with):
     """On the other port, a key is needed as before, and one for metrics has nowhere to go."""
     async with client_with(metrics_port=9100, keys=KEYS) as client:
         url = "http://quartet:8000/models"
@@ -305,9 +292,7 @@ async def test_a_port_for_metrics_opens_nothing_else(client_with: Connect) -> No
         assert (await client.get("http://quartet:8000/metrics", headers=headers)).status_code == 404
 
 
-async def test_the_line_names_the_tenant_and_never_the_key(
-    locked: httpx.AsyncClient, lines: list[EventDict]
-) -> None:
+async def test_the_line_names_the_tenant_and_never_the_key(locked, lines):
     """The log says whose a request was, also one that was refused."""
     await locked.post("/embed", json=BODY, headers=bearing("search"))
     await locked.post("/embed", json=BODY, headers=bearing("ops"))
@@ -321,7 +306,7 @@ async def test_the_line_names_the_tenant_and_never_the_key(
     assert not [secret for secret in (plain("search"), "guessed") if secret in str(lines)]
 
 
-def test_keys_that_were_not_read_keep_the_service_from_starting(tmp_path: Path) -> None:
+def test_keys_that_were_not_read_keep_the_service_from_starting(tmp_path):
     """A mistake of ours must not leave a service open that should be closed."""
     with pytest.raises(AssertionError, match="our bug"):
         access_control.access_checks(Settings(api_key="0123456789abcdef"))

@@ -8,13 +8,12 @@ from service.middleware.service_state import Service
 from service.observability.metrics import Metrics
 from service.settings import Settings
 from service.tasks.embedding import Embedding
-from tests.service.api.test_native_routes import ClientWith, error_of
-from tests.service.fakes import FakeEngine
+from tests.service.api.test_native_routes import error_of
 
 LARGE = {"inputs": "a" * 2 * SMALL}
 
 
-def test_large_bodies_share_the_budget() -> None:
+def test_large_bodies_share_the_budget():
     """A large body is refused once its tenant holds more than is left; returned bytes can be reserved again."""
     body_memory = Budget(6 * SMALL)
     first, second = (MemoryReservation(body_memory, tenant) for tenant in "ab")
@@ -28,7 +27,7 @@ def test_large_bodies_share_the_budget() -> None:
     assert (6 * SMALL, 0) == (body_memory.left, len(body_memory.held))
 
 
-def test_a_tenant_holds_at_most_as_much_as_it_leaves() -> None:
+def test_a_tenant_holds_at_most_as_much_as_it_leaves():
     """Many bodies of a tenant leave memory for a large body of each of the next ones."""
     body_memory = Budget(64 * SMALL)
     for tenant in "abcd":
@@ -46,7 +45,7 @@ def test_a_tenant_holds_at_most_as_much_as_it_leaves() -> None:
     MemoryReservation(body_memory, "e").take(2 * SMALL)
 
 
-def test_small_bodies_always_have_room() -> None:
+def test_small_bodies_always_have_room():
     """They are let in while large ones fill the budget, and are counted."""
     body_memory = Budget(SMALL)
     MemoryReservation(body_memory, "a").take(SMALL)
@@ -57,14 +56,12 @@ def test_small_bodies_always_have_room() -> None:
         small.take(1)
 
 
-def test_there_is_room_for_some_of_the_largest() -> None:
+def test_there_is_room_for_some_of_the_largest():
     """The room grows with what one body may have."""
     assert BODIES * 1000 == Service(Settings(max_body_bytes=1000), Metrics()).body_memory.left
 
 
-async def test_requests_hold_their_room_until_they_are_answered(
-    client_with: ClientWith, engine: FakeEngine
-) -> None:
+async def test_requests_hold_their_room_until_they_are_answered(client_with, engine):
     """While as many large ones are in work as may be, another is refused and a small one is not."""
     engine.hold = asyncio.Event()
     # Half of the budget, in bodies of two thirds of the largest size and some bytes around the text.

@@ -19,7 +19,7 @@ def forwarded_for(*lines: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("peer", [CLIENT, "2001:db8::7", "testclient"])
-def test_without_headers_it_is_the_peer(peer: str) -> None:
+def test_without_headers_it_is_the_peer(peer):
     """A client without a proxy is the peer itself."""
     assert peer == ClientAddresses("127.0.0.1")(request(peer))
 
@@ -45,7 +45,7 @@ def test_without_headers_it_is_the_peer(peer: str) -> None:
         ([""], PROXY),
     ],
 )
-def test_the_nearest_address_that_is_not_trusted(lines: list[str], expected: str) -> None:
+def test_the_nearest_address_that_is_not_trusted(lines, expected):
     """Entries that the client wrote before a trusted proxy's entry are ignored, in one line or several."""
     scope = request(PROXY, *forwarded_for(*lines))
     assert expected == ClientAddresses("127.0.0.1, 10.0.0.0/8")(scope)
@@ -64,7 +64,7 @@ def test_the_nearest_address_that_is_not_trusted(lines: list[str], expected: str
         (f"xfor={FORGED}", PROXY),
     ],
 )
-def test_the_standard_header(line: str, expected: str) -> None:
+def test_the_standard_header(line, expected):
     """`Forwarded` names the client where there is no `X-Forwarded-For`, which most proxies write."""
     addresses = ClientAddresses("10.0.0.0/8")
     assert expected == addresses(request(PROXY, ("Forwarded", line)))
@@ -84,9 +84,7 @@ def test_the_standard_header(line: str, expected: str) -> None:
         ("unix:", "127.0.0.1"),
     ],
 )
-def test_a_peer_that_is_not_trusted_cannot_spoof(
-    trusted: str, peer: str | None, header: str
-) -> None:
+def test_a_peer_that_is_not_trusted_cannot_spoof(trusted, peer, header):
     """Without trust the headers name no client. A Unix socket is trusted only where that is configured."""
     value = f"for={FORGED}" if header == "Forwarded" else FORGED
     assert (peer or "unix:") == ClientAddresses(trusted)(request(peer, (header, value)))
@@ -101,20 +99,20 @@ def test_a_peer_that_is_not_trusted_cannot_spoof(
         ("127.0.0.1", "::ffff:127.0.0.1", CLIENT),
     ],
 )
-def test_other_trusted_peers(trusted: str, peer: str | None, expected: str) -> None:
+def test_other_trusted_peers(trusted, peer, expected):
     """`unix:` trusts proxies on a Unix socket; `*` trusts every hop, down to what the client wrote."""
     scope = request(peer, *forwarded_for(f"{FORGED}, {CLIENT}"))
     assert expected == ClientAddresses(trusted)(scope)
 
 
 @pytest.mark.parametrize(("hops", "expected"), [(HOPS - 1, CLIENT), (HOPS, PROXY)])
-def test_a_long_chain_is_not_read_to_its_end(hops: int, expected: str) -> None:
+def test_a_long_chain_is_not_read_to_its_end(hops, expected):
     """Of a header that is as long as a header may be, the nearest entries are read."""
     chain = ",".join([CLIENT] + [PROXY] * hops)
     assert expected == ClientAddresses("10.0.0.0/8")(request(PROXY, *forwarded_for(chain)))
 
 
-def test_a_peer_that_has_left_has_no_address() -> None:
+def test_a_peer_that_has_left_has_no_address():
     """A connection on a port whose client is gone is not taken for a Unix socket."""
     scope = {**request(CLIENT, *forwarded_for(FORGED)), "client": None}
     assert "" == ClientAddresses("unix:,10.0.0.0/8")(scope)

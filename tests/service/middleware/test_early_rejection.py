@@ -1,10 +1,8 @@
 """What would be answered too late is refused before its body is read, by what bodies of its size were."""
 
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, cast
 
-import httpx
 import pytest
 
 from service.engines.commands import RollBackModel
@@ -18,7 +16,7 @@ from service.middleware.service_state import Service
 from service.observability.metrics import Metrics
 from service.scheduling.load import Backlog, Flow, Load, RemainingWork
 from service.settings import Settings
-from tests.service.fakes import FakeEngine, FakeEngines
+from tests.service.fakes import FakeEngines
 
 BODY = {"inputs": "a text"}
 TINY = Flow("tiny@1")
@@ -33,15 +31,13 @@ def waiting(*tokens: int, flow: Flow = TINY) -> Load:
     )
 
 
-async def test_an_idle_device_takes_all(client: httpx.AsyncClient, engines: FakeEngines) -> None:
+async def test_an_idle_device_takes_all(client, engines):
     """However impatient."""
     engines.told = waiting()
     assert (await client.post("/embed", json=BODY, headers=SECONDS)).status_code == 200
 
 
-async def test_what_would_be_late_is_not_read(
-    client: httpx.AsyncClient, engines: FakeEngines, engine: FakeEngine
-) -> None:
+async def test_what_would_be_late_is_not_read(client, engines, engine):
     """Two seconds of work wait and the request has one: it is refused without being parsed."""
     engines.told = waiting(*[1] * 200)
     response = await client.post("/embed", content=b"no JSON", headers=SECONDS)
@@ -53,9 +49,7 @@ async def test_what_would_be_late_is_not_read(
 
 
 @pytest.mark.parametrize(("size", "status"), [(10, 429), (11, 413)])
-async def test_a_body_that_is_too_large_is_refused_for_good(
-    client_with: Callable[..., Any], engines: FakeEngines, size: int, status: int
-) -> None:
+async def test_a_body_that_is_too_large_is_refused_for_good(client_with, engines, size, status):
     """However long the queue is, a body over the limit gets 413 and no time to come back."""
     engines.told = waiting(*[1] * 10_000)
     async with client_with(max_body_bytes=10) as client:
@@ -64,24 +58,20 @@ async def test_a_body_that_is_too_large_is_refused_for_good(
     assert (status == 429) == ("Retry-After" in response.headers)
 
 
-async def test_pages_are_not_refused(client: httpx.AsyncClient, engines: FakeEngines) -> None:
+async def test_pages_are_not_refused(client, engines):
     """A GET computes nothing."""
     engines.told = waiting(*[1] * 10_000)
     assert (await client.get("/models")).status_code == 200
 
 
-async def test_the_bundle_with_the_least_load_decides(
-    client: httpx.AsyncClient, engines: FakeEngines
-) -> None:
+async def test_the_bundle_with_the_least_load_decides(client, engines):
     """The body names the model, so it is not read only if every model would be late."""
     busy = {Flow("tiny@1"): Backlog.of(*[RemainingWork(1, 1)] * 1000)}
     engines.told = Load({"tiny@1": 100.0, "other@1": 100.0}, busy)
     assert (await client.post("/embed", json=BODY, headers=SECONDS)).status_code == 200
 
 
-async def test_an_unused_model_decides_nothing(
-    client: httpx.AsyncClient, engines: FakeEngines
-) -> None:
+async def test_an_unused_model_decides_nothing(client, engines):
     """A version that is kept for a rollback is idle whatever waits for the others."""
     busy = {Flow("tiny@1"): Backlog.of(*[RemainingWork(1, 1)] * 1000)}
     engines.told = Load({"tiny@1": 100.0, "other@1": 100.0}, busy)
@@ -89,9 +79,7 @@ async def test_an_unused_model_decides_nothing(
     assert (await client.post("/embed", json=BODY, headers=SECONDS)).status_code == 429
 
 
-async def test_administration_is_let_in(
-    engines: FakeEngines, client_with: Callable[..., Any]
-) -> None:
+async def test_administration_is_let_in(engines, client_with):
     """A rollback must be possible even if no inference request can meet its deadline."""
     engines.told = waiting(*[1] * 1000, flow=Flow("tiny@1", 0, "ops"))
     key = make_key()
@@ -103,9 +91,7 @@ async def test_administration_is_let_in(
     assert engines.commands == [RollBackModel(model="tiny", by="ops")]
 
 
-async def test_bulk_waits_for_its_own_class(
-    client: httpx.AsyncClient, engines: FakeEngines
-) -> None:
+async def test_bulk_waits_for_its_own_class(client, engines):
     """What bulk has to wait for does not concern the others."""
     engines.told = waiting(*[1] * 1000, flow=Flow("tiny@1", 1))
     assert (await client.post("/embed", json=BODY, headers=SECONDS)).status_code == 200
@@ -147,20 +133,18 @@ def let_in(door: EarlyRejection, at: float = 0.0, **fields: Any) -> list[Request
 
 
 @pytest.mark.parametrize("priority", [0, 1])
-def test_arriving_requests_are_counted(door: EarlyRejection, priority: int) -> None:
+def test_arriving_requests_are_counted(door, priority):
     """At most half a second's work is accepted at once, until the device reports its load."""
     assert len(let_in(door, priority=priority)) == 4
 
 
-def test_others_that_come_do_not_matter(door: EarlyRejection) -> None:
+def test_others_that_come_do_not_matter(door):
     """What one floods with is not what another waits for."""
     let_in(door, tenant="one")
     assert len(let_in(door, tenant="another")) == 4
 
 
-def test_what_comes_for_another_bundle_does_not_matter(
-    door: EarlyRejection, engines: FakeEngines
-) -> None:
+def test_what_comes_for_another_bundle_does_not_matter(door, engines):
     """A request for another model is accepted, even if the arriving ones may overload one model."""
     engines.told = Load(
         {"tiny@1": 100.0, "other@1": 100.0}, {TINY: Backlog.of(RemainingWork(1000, 1))}
@@ -168,7 +152,7 @@ def test_what_comes_for_another_bundle_does_not_matter(
     assert len(let_in(door)) == 100
 
 
-def test_an_arrived_request_is_no_longer_expected(door: EarlyRejection) -> None:
+def test_an_arrived_request_is_no_longer_expected(door):
     """The device reports the requests whose texts it has; requests that are over take no capacity."""
     first, second, *_ = let_in(door)
     assert first.on_submit is not None
@@ -180,16 +164,14 @@ def test_an_arrived_request_is_no_longer_expected(door: EarlyRejection) -> None:
     assert len(let_in(door)) == 2
 
 
-def test_a_slow_body_is_not_waited_for(door: EarlyRejection) -> None:
+def test_a_slow_body_is_not_waited_for(door):
     """A body that never ends does not hold the door shut."""
     let_in(door, at=0.0)
     assert not let_in(door, at=COMING_S - 0.1)
     assert len(let_in(door, at=COMING_S)) == 4
 
 
-def test_texts_that_would_be_encoded_late_are_refused(
-    door: EarlyRejection, engines: FakeEngines
-) -> None:
+def test_texts_that_would_be_encoded_late_are_refused(door, engines):
     """A body of long texts is refused while texts of its tenant wait for the threads; others are not."""
     engines.told = waiting()
     door._learn(BodySize(1_000_000), 1, 1_000_000)
@@ -197,7 +179,7 @@ def test_texts_that_would_be_encoded_late_are_refused(
     large = {"content-length": "1000000", "x-request-timeout-ms": "1000"}
     small = {"content-length": "100", "x-request-timeout-ms": "1000"}
 
-    def is_refused(headers: dict[str, str], tenant: str = "crawler") -> bool:
+    def is_refused(headers, tenant="crawler"):
         context = RequestContext("a request", 0.0, headers, tenant=tenant)
         try:
             door({"method": "POST", "path": "/embed"}, context)
@@ -234,9 +216,7 @@ def learned(*seen: tuple[int, int]) -> EarlyRejection:
     ],
     ids=["nothing", "same", "like", "larger", "smaller", "failed", "more and more"],
 )
-def test_a_body_is_expected_to_be_as_those_of_its_size(
-    seen: list[tuple[int, int]], size: int, expected: int
-) -> None:
+def test_a_body_is_expected_to_be_as_those_of_its_size(seen, size, expected):
     """What is larger than all that came is expected to be like the largest: too little, and then learned."""
     assert learned(*seen).expect(BodySize(size)) == expected
 
@@ -245,6 +225,6 @@ def test_a_body_is_expected_to_be_as_those_of_its_size(
     ("said", "size"),
     [({}, 0), ({"content-length": "12"}, 12), ({"content-length": "many"}, 0)],
 )
-def test_the_length_is_what_the_client_says(said: dict[str, Any], size: int) -> None:
+def test_the_length_is_what_the_client_says(said, size):
     """Nothing is expected of a body that comes in chunks."""
     assert content_length(said) == size

@@ -22,7 +22,7 @@ class Leaping(selectors.DefaultSelector):
 def leaping_loop() -> asyncio.AbstractEventLoop:
     selector = Leaping()
     loop = asyncio.SelectorEventLoop(selector)
-    loop.time = lambda: selector.now  # type: ignore[method-assign]
+    loop.time = lambda: selector.now
     return loop
 
 
@@ -109,7 +109,7 @@ def chain(throttle: RefusalThrottle, gone: list[int], name: int, left: int) -> C
 async def test_refusals_that_follow_each_other_do_not_nest() -> None:
     """Neither evicted refusals nor those that go together after a pause recurse."""
     await asyncio.sleep(1000)
-    gone: list[int] = []
+    gone = []
     throttle = RefusalThrottle(per_s=1, held_s=1000, most=100)
     for name in range(300):
         throttle.hold(chain(throttle, gone, name, 99))
@@ -125,7 +125,7 @@ async def test_a_refusal_that_fails_affects_no_other() -> None:
     loop, gone, errors = asyncio.get_running_loop(), [], []
     loop.set_exception_handler(lambda _, context: errors.append(context["exception"]))
 
-    def fail() -> None:
+    def fail():
         raise ZeroDivisionError
 
     throttle = RefusalThrottle(per_s=1, held_s=1, most=1)

@@ -5,11 +5,8 @@ import weakref
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
-from fastapi import FastAPI
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from structlog.typing import EventDict
+from starlette.types import ASGIApp, Message, Scope
 
 from service.errors import Overloaded, RequestTimeout
 from service.keys import Key
@@ -23,7 +20,6 @@ from service.middleware.request_lifecycle import (
 )
 from service.observability.metrics import Metrics
 from service.shutdown import Stage
-from tests.service.fakes import FakeEngine
 
 BODY = {"inputs": "a text"}
 
@@ -40,7 +36,7 @@ BODY = {"inputs": "a text"}
         'a b "c" {d} \\e',
     ],
 )
-async def test_a_sane_request_id_is_kept(client: httpx.AsyncClient, given: str) -> None:
+async def test_a_sane_request_id_is_kept(client, given):
     """The client's own name for a request is answered and passed to the engine."""
     response = await client.get("/health/live", headers={"X-Request-Id": given})
     assert response.headers["X-Request-Id"] == given
@@ -50,7 +46,7 @@ async def test_a_sane_request_id_is_kept(client: httpx.AsyncClient, given: str) 
     "given",
     ["", "x" * 129, "a\tb", "a\x1b[0m", "a\x7f", "a\r\nb: c", " a", "é".encode().decode("latin-1")],
 )
-async def test_other_request_ids_are_replaced(client: httpx.AsyncClient, given: str) -> None:
+async def test_other_request_ids_are_replaced(client, given):
     """What could break a log or a header is not repeated."""
     header = {b"X-Request-Id": given.encode("latin-1")}
     response = await client.get("/health/live", headers=header)
@@ -77,18 +73,14 @@ TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
         (f"01-{TRACE}-{SPAN}-01more", None),
     ],
 )
-async def test_a_trace_is_named_in_the_log(
-    client: httpx.AsyncClient, lines: list[EventDict], traceparent: str, trace: str | None
-) -> None:
+async def test_a_trace_is_named_in_the_log(client, lines, traceparent, trace):
     """The log line has the trace next to the request's id, if the header is valid."""
     headers = {"traceparent": traceparent, "X-Request-Id": "abc"}
     await client.post("/classify", json=BODY, headers=headers)
     assert (lines[-1]["request_id"], lines[-1].get("trace_id")) == ("abc", trace)
 
 
-async def test_an_unexpected_error_is_in_the_log_only(
-    client: httpx.AsyncClient, engine: FakeEngine, lines: list[EventDict]
-) -> None:
+async def test_an_unexpected_error_is_in_the_log_only(client, engine, lines):
     """The client gets a code and an id, the log the traceback under the same id."""
     engine.error = RuntimeError("secret")
     response = await client.post("/classify", json=BODY, headers={"X-Request-Id": "abc"})
@@ -99,7 +91,7 @@ async def test_an_unexpected_error_is_in_the_log_only(
     assert (logged["request_id"], logged["exc_info"]) == ("abc", True)
 
 
-async def test_head_is_get_without_the_body(client: httpx.AsyncClient) -> None:
+async def test_head_is_get_without_the_body(client):
     """A HEAD request has the headers of GET, its length included. A browser takes the content type at its word."""
     get, head = await client.get("/models"), await client.head("/models")
     assert get.headers["X-Content-Type-Options"] == "nosniff"
@@ -107,18 +99,14 @@ async def test_head_is_get_without_the_body(client: httpx.AsyncClient) -> None:
     assert head.headers["Content-Length"] == get.headers["Content-Length"]
 
 
-async def test_a_draining_server_closes_connections(
-    client: httpx.AsyncClient, app: FastAPI
-) -> None:
+async def test_a_draining_server_closes_connections(client, app):
     """From the signal on, the answer sends the client's next request elsewhere."""
     app.state.service.shutdown.advance(Stage.DRAINING)
     response = await client.post("/classify", json=BODY)
     assert (response.status_code, response.headers["Connection"]) == (200, "close")
 
 
-async def test_a_request_is_one_line_without_its_texts(
-    client: httpx.AsyncClient, engine: FakeEngine, lines: list[EventDict]
-) -> None:
+async def test_a_request_is_one_line_without_its_texts(client, engine, lines):
     """The line has the key, the route and the duration, but not the text.
 
     The client's address is by default from a proxy on the same machine only. The engine gets the id of the request.
@@ -153,9 +141,7 @@ async def test_a_request_is_one_line_without_its_texts(
     ],
     ids=["line break", "too long", "nearly too long"],
 )
-async def test_paths_in_the_log(
-    client: httpx.AsyncClient, lines: list[EventDict], path: str, logged: str
-) -> None:
+async def test_paths_in_the_log(client, lines, path, logged):
     """A path is logged as it stands in a URL. It may have 8 KiB, and each of its bytes three characters in the log."""
     await client.get(path)
     assert lines[-1]["path"] == logged
@@ -166,8 +152,8 @@ async def test_paths_in_the_log(
     [("POST", "/classify", 401), ("GET", "/nothing", 401), ("GET", "/static/nothing", 404)],
 )
 async def test_requests_that_cost_a_client_nothing_have_few_lines(
-    client_with: Any, lines: list[EventDict], method: str, path: str, status: int
-) -> None:
+    client_with, lines, method, path, status
+):
     """Ten lines in a second, of which a later one counts the others. All are in the metrics."""
     async with client_with(keys={"a": Key(sha256="1" * 64)}) as client:
         for _ in range(40):
@@ -178,7 +164,7 @@ async def test_requests_that_cost_a_client_nothing_have_few_lines(
     assert all("untold" in line for line in told)
 
 
-async def test_refusals_of_keys_are_held_back(client_with: Any) -> None:
+async def test_refusals_of_keys_are_held_back(client_with):
     """Beyond 200 per second, clients without a key wait, and do not make others wait."""
     async with client_with(keys={"a": Key(sha256="1" * 64)}) as client:
         began = time.monotonic()
@@ -190,9 +176,7 @@ async def test_refusals_of_keys_are_held_back(client_with: Any) -> None:
         assert time.monotonic() - began < 0.4
 
 
-async def test_requests_with_work_each_have_a_line(
-    client: httpx.AsyncClient, lines: list[EventDict]
-) -> None:
+async def test_requests_with_work_each_have_a_line(client, lines):
     """Also those whose body is wrong."""
     for body in [BODY, {"inputs": 1}] * 15:
         await client.post("/classify", json=body)
@@ -200,33 +184,26 @@ async def test_requests_with_work_each_have_a_line(
 
 
 @pytest.mark.parametrize("path", ["/health/live", "/health/ready", "/metrics"])
-async def test_probes_are_quiet(
-    client: httpx.AsyncClient, lines: list[EventDict], path: str
-) -> None:
+async def test_probes_are_quiet(client, lines, path):
     """Routes that are polled every few seconds are logged at the level debug only."""
     await client.get(path)
     assert lines[-1]["log_level"] == "debug"
 
 
-async def test_a_client_that_left_is_answered_nothing(
-    client: httpx.AsyncClient,
-    engine: FakeEngine,
-    app: FastAPI,
-    lines: list[EventDict],
-) -> None:
+async def test_a_client_that_left_is_answered_nothing(client, engine, app, lines):
     """A disconnect cancels the engine's work and sends nothing."""
     engine.hold = asyncio.Event()
     body = iter([{"type": "http.request", "body": b'{"inputs": "a"}'}])
 
-    async def receive() -> Message:
+    async def receive():
         if message := next(body, None):
             return message
         await engine.reached.wait()
         return {"type": "http.disconnect"}
 
-    sent: list[Message] = []
+    sent = []
 
-    async def send(message: Message) -> None:
+    async def send(message):
         sent.append(message)
 
     scope = {
@@ -262,10 +239,10 @@ async def respond(inner: ASGIApp, draining: bool = False) -> list[Message]:
     return sent
 
 
-async def test_half_an_answer_is_not_mended(lines: list[EventDict]) -> None:
+async def test_half_an_answer_is_not_mended(lines):
     """An error after the first byte is raised, so that the server cuts the connection."""
 
-    async def inner(scope: Scope, receive: Receive, send: Send) -> None:
+    async def inner(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
         raise RuntimeError("torn")
 
@@ -274,7 +251,7 @@ async def test_half_an_answer_is_not_mended(lines: list[EventDict]) -> None:
     assert lines[0]["event"] == "unexpected error"
 
 
-def test_the_first_of_several_headers_of_one_name_counts() -> None:
+def test_the_first_of_several_headers_of_one_name_counts():
     """As the framework has it."""
     pairs = [(b"x-priority", b"bulk"), (b"x-request-id", b"a"), (b"x-priority", b"interactive")]
     scope = {"type": "http", "method": "POST", "path": "/embed", "headers": pairs}
@@ -283,10 +260,10 @@ def test_the_first_of_several_headers_of_one_name_counts() -> None:
     assert context.request_id == "a"
 
 
-async def test_a_connection_is_closed_by_one_header() -> None:
+async def test_a_connection_is_closed_by_one_header():
     """The server drains, and the refusal closes the connection too: both are one header."""
 
-    async def asking(scope: Scope, receive: Receive, send: Send) -> None:
+    async def asking(scope, receive, send):
         await refusal_response(scope, RequestTimeout("slow"))(scope, receive, send)
 
     sent = await respond(asking, draining=True)
@@ -295,7 +272,7 @@ async def test_a_connection_is_closed_by_one_header() -> None:
     assert b"x-request-id" in names
 
 
-def test_a_refusal_leaves_no_garbage() -> None:
+def test_a_refusal_leaves_no_garbage():
     """Nothing that only the collector could free: in a flood it would have to all the time."""
 
     def refuse(scope: Scope, context: RequestContext) -> None:

@@ -4,19 +4,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
 import pytest
 from fastapi import FastAPI
-from structlog.typing import EventDict
 
 from service.errors import DeadlineExceeded, Overloaded
 from service.middleware import tracing
 from service.middleware.request_context import RequestContext
 from service.middleware.tracing import RequestSpans, limited_warnings, requested_exporters
-from tests.service.fakes import FakeEngine
 
 sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="the otel extra is not installed")
 export = pytest.importorskip("opentelemetry.sdk.trace.export")
@@ -56,9 +54,7 @@ def stages(made: Any) -> list[Any]:
     return [span for span in made.get_finished_spans() if span.kind.name == "INTERNAL"]
 
 
-async def test_a_request_is_a_span_by_the_semantic_conventions(
-    client: httpx.AsyncClient, made: Any
-) -> None:
+async def test_a_request_is_a_span_by_the_semantic_conventions(client, made):
     """What was requested, how it ended, and what it took of which model."""
     await client.post("/classify?q=secret", json=BODY, headers={"X-Request-Id": "abc"})
     span = server_span(made)
@@ -88,15 +84,13 @@ async def test_a_request_is_a_span_by_the_semantic_conventions(
         ("/embed", {"inputs": "a"}, "embedding"),
     ],
 )
-async def test_each_task_is_named(
-    client: httpx.AsyncClient, made: Any, path: str, body: Mapping[str, str], task: str
-) -> None:
+async def test_each_task_is_named(client, made, path, body, task):
     """As the contract has it, which is the same for every dialect."""
     await client.post(path, json=body)
     assert server_span(made).attributes["quartet.task"] == task
 
 
-async def test_its_stages_are_spans_within_it(client: httpx.AsyncClient, made: Any) -> None:
+async def test_its_stages_are_spans_within_it(client, made):
     """End to end from its arrival on, each as long as it took, none beyond the end."""
     await client.post("/classify", json=BODY)
     span, inner = server_span(made), stages(made)
@@ -109,7 +103,7 @@ async def test_its_stages_are_spans_within_it(client: httpx.AsyncClient, made: A
     assert abs(span.end_time - time.time_ns()) < 60e9
 
 
-def test_stages_are_as_long_as_they_took(app: FastAPI, made: Any) -> None:
+def test_stages_are_as_long_as_they_took(app, made):
     """But for what would be beyond the end, as the slowest of several windows may be."""
     request_context = RequestContext(
         "abc", time.monotonic() - 1.0, stages=(0.125, 0.25, 2.0), status=200
@@ -121,9 +115,7 @@ def test_stages_are_as_long_as_they_took(app: FastAPI, made: Any) -> None:
     assert stages(made)[-1].end_time == server_span(made).end_time
 
 
-async def test_no_text_is_in_any_span(
-    client: httpx.AsyncClient, made: Any, engine: FakeEngine
-) -> None:
+async def test_no_text_is_in_any_span(client, made, engine):
     """Neither of the body nor of the query, whether it is answered, refused or fails."""
     await client.post("/classify?q=secret", json=BODY)
     await client.post("/classify?q=secret", json={"inputs": "secret", "secret": 1})
@@ -134,7 +126,7 @@ async def test_no_text_is_in_any_span(
     assert "secret" not in "".join(span.to_json() for span in spans)
 
 
-async def test_it_is_part_of_the_trace_of_its_client(client: httpx.AsyncClient, made: Any) -> None:
+async def test_it_is_part_of_the_trace_of_its_client(client, made):
     """The span's parent is the client's, and its state goes along."""
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=value"}
     await client.post("/classify", json=BODY, headers=headers)
@@ -145,7 +137,7 @@ async def test_it_is_part_of_the_trace_of_its_client(client: httpx.AsyncClient, 
 
 
 @pytest.mark.parametrize("name", ["baggage", "tracestate"])
-async def test_long_headers_cost_no_time(client: httpx.AsyncClient, made: Any, name: str) -> None:
+async def test_long_headers_cost_no_time(client, made, name):
     """The library's parsers take time that grows with the square of these headers' length: neither is parsed."""
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", name: "a=1" + "\t" * 8000 + "b"}
     began = time.process_time()
@@ -156,18 +148,14 @@ async def test_long_headers_cost_no_time(client: httpx.AsyncClient, made: Any, n
     assert {f"{span.context.trace_id:032x}" for span in spans} == {TRACE}
 
 
-async def test_a_client_that_does_not_sample_is_heeded(
-    client: httpx.AsyncClient, made: Any
-) -> None:
+async def test_a_client_that_does_not_sample_is_heeded(client, made):
     """By default, an unsampled trace of the client is not recorded either."""
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-00"}
     assert (await client.post("/classify", json=BODY, headers=headers)).status_code == 200
     assert made.get_finished_spans() == ()
 
 
-async def test_a_trace_that_begins_here_is_named_in_the_log(
-    client: httpx.AsyncClient, made: Any, lines: list[EventDict]
-) -> None:
+async def test_a_trace_that_begins_here_is_named_in_the_log(client, made, lines):
     """So the span leads to the log line, and the log line to the span."""
     await client.post("/classify", json=BODY, headers={"traceparent": "not valid"})
     span = server_span(made)
@@ -185,15 +173,8 @@ async def test_a_trace_that_begins_here_is_named_in_the_log(
     ids=["mistake of the client", "too late", "too late, in lines"],
 )
 async def test_a_span_has_the_error_of_its_request(
-    client: httpx.AsyncClient,
-    made: Any,
-    engine: FakeEngine,
-    body: dict[str, Any],
-    error: Exception | None,
-    accept: str,
-    status: int,
-    ending: tuple[str, ...],
-) -> None:
+    client, made, engine, body, error, accept, status, ending
+):
     """A 4xx has its code, and no error of the server; a 5xx has its code as the type of the error, also after a 200."""
     engine.error, engine.tell_first = error, 1
     response = await client.post("/classify", json=body, headers={"Accept": accept})
@@ -205,7 +186,7 @@ async def test_a_span_has_the_error_of_its_request(
         assert [stage.name for stage in stages(made)] == ([] if error is None else ["parse"])
 
 
-async def test_a_path_that_is_none_makes_no_name(client: httpx.AsyncClient, made: Any) -> None:
+async def test_a_path_that_is_none_makes_no_name(client, made):
     """Names come from a small closed set, whatever clients write."""
     await client.request("BREW", "/any thing")
     span = server_span(made)
@@ -217,15 +198,13 @@ async def test_a_path_that_is_none_makes_no_name(client: httpx.AsyncClient, made
 
 
 @pytest.mark.parametrize("path", ["/health/live", "/health/ready", "/metrics"])
-async def test_probes_are_not_traced(client: httpx.AsyncClient, made: Any, path: str) -> None:
+async def test_probes_are_not_traced(client, made, path):
     """Probes come every few seconds and describe no request."""
     await client.get(path)
     assert made.get_finished_spans() == ()
 
 
-async def test_of_a_flood_no_more_is_traced_than_logged(
-    client: httpx.AsyncClient, made: Any, engine: FakeEngine, lines: list[EventDict]
-) -> None:
+async def test_of_a_flood_no_more_is_traced_than_logged(client, made, engine, lines):
     """A refusal must cost next to nothing."""
     engine.error = Overloaded("the queue is full", retry_after_s=1)
     await asyncio.gather(*(client.post("/classify", json=BODY) for _ in range(40)))
@@ -234,9 +213,7 @@ async def test_of_a_flood_no_more_is_traced_than_logged(
     assert len(spans) == len(logged) < 40
 
 
-async def test_a_failing_tracer_fails_no_request(
-    client: httpx.AsyncClient, app: FastAPI, lines: list[EventDict]
-) -> None:
+async def test_a_failing_tracer_fails_no_request(client, app, lines):
     """The request is answered and logged, and the failure is logged once."""
 
     class Broken:
@@ -265,12 +242,12 @@ async def test_a_failing_tracer_fails_no_request(
         ({"OTEL_SDK_DISABLED": "false", "OTEL_TRACES_EXPORTER": "otlp"}, ["otlp"]),
     ],
 )
-def test_the_standard_variables_ask(environ: dict[str, str], names: list[str]) -> None:
+def test_the_standard_variables_ask(environ, names):
     """An exporter by name, or an endpoint for one; and nothing of ours."""
     assert requested_exporters(environ) == names
 
 
-async def test_the_resource_is_ours_unless_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_resource_is_ours_unless_it_is_named(monkeypatch):
     """The service is called quartet, or what the variables call it."""
     monkeypatch.delenv("OTEL_SERVICE_NAME", raising=False)
     monkeypatch.delenv("OTEL_RESOURCE_ATTRIBUTES", raising=False)
@@ -291,12 +268,7 @@ async def test_the_resource_is_ours_unless_it_is_named(monkeypatch: pytest.Monke
         ),
     ],
 )
-async def test_a_failing_span_export_stops_no_request(
-    monkeypatch: pytest.MonkeyPatch,
-    lines: list[EventDict],
-    variables: dict[str, str],
-    reason: str,
-) -> None:
+async def test_a_failing_span_export_stops_no_request(monkeypatch, lines, variables, reason):
     """There are no spans, and one line has the reason."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -307,9 +279,7 @@ async def test_a_failing_span_export_stops_no_request(
     ]
 
 
-async def test_without_the_extra_one_line_says_so(
-    monkeypatch: pytest.MonkeyPatch, lines: list[EventDict]
-) -> None:
+async def test_without_the_extra_one_line_says_so(monkeypatch, lines):
     """A service with OTEL variables but without the extra logs a line and serves."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", AWAY)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
@@ -318,16 +288,14 @@ async def test_without_the_extra_one_line_says_so(
     assert ["quartet-serving[otel]" in line["event"] for line in lines] == [True]
 
 
-async def test_a_collector_that_is_away_holds_up_no_end(
-    monkeypatch: pytest.MonkeyPatch, client: httpx.AsyncClient, app: FastAPI
-) -> None:
+async def test_a_collector_that_is_away_holds_up_no_end(monkeypatch, client, app):
     """The end waits for CLOSE_S, and not until the SDK has given up what is still to be delivered."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", AWAY)
     monkeypatch.setattr(tracing, "CLOSE_S", 0.01)
     shutdown = sdk.TracerProvider.shutdown
     may_end, ended = threading.Event(), threading.Event()
 
-    def slow(provider: Any) -> None:
+    def slow(provider):
         may_end.wait(60)
         shutdown(provider)
         ended.set()
@@ -349,9 +317,7 @@ def propagating() -> Iterator[logging.Logger]:
     assert not any(isinstance(handler, tracing.SdkWarnings) for handler in logger.handlers)
 
 
-def test_an_unreachable_collector_is_logged_at_intervals(
-    propagating: logging.Logger, lines: list[EventDict]
-) -> None:
+def test_an_unreachable_collector_is_logged_at_intervals(propagating, lines):
     """One line per interval is written; messages below a warning are not."""
     inner = logging.getLogger("opentelemetry.exporter")
     with limited_warnings():
@@ -363,9 +329,7 @@ def test_an_unreachable_collector_is_logged_at_intervals(
     assert line["reason"] == "failed to export batch 0"
 
 
-async def test_a_wrong_header_loses_no_spans(
-    client: httpx.AsyncClient, made: Any, propagating: logging.Logger, lines: list[EventDict]
-) -> None:
+async def test_a_wrong_header_loses_no_spans(client, made, propagating, lines):
     """The library warns of a client's trace state that is not valid; the log reports no loss."""
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "no pair"}
     with limited_warnings():
@@ -375,7 +339,7 @@ async def test_a_wrong_header_loses_no_spans(
     assert "spans may be lost" not in [line["event"] for line in lines]
 
 
-def test_importing_the_app_loads_no_sdk() -> None:
+def test_importing_the_app_loads_no_sdk():
     """Without OTEL variables, no SDK is imported."""
     script = (
         "import sys, service.api.app; print(*(m for m in sys.modules if 'opentelemetry.sdk' in m))"

@@ -48,7 +48,7 @@ def pipe() -> Iterator[Pipe]:
     os.close(pipe.end)
 
 
-def test_lines_are_written_in_order(pipe: Pipe) -> None:
+def test_lines_are_written_in_order(pipe):
     """Each with its end, a character without an encoding escaped."""
     for number in range(100):
         pipe.writer.write(f"{number}\n")
@@ -58,9 +58,7 @@ def test_lines_are_written_in_order(pipe: Pipe) -> None:
     assert (0, []) == (pipe.writer.lost, pipe.reports)
 
 
-def test_a_line_after_a_pause_is_written_at_once(
-    pipe: Pipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_after_a_pause_is_written_at_once(pipe, monkeypatch):
     """The lines after it are collected, and the end of the process writes them without a wait."""
     monkeypatch.setattr(log_writer, "GATHER_S", 60.0)
     pipe.writer.write("first\n")
@@ -71,11 +69,9 @@ def test_a_line_after_a_pause_is_written_at_once(
     assert "second\nthird\n" == pipe.read()
 
 
-def test_a_write_has_whole_lines_that_a_pipe_keeps_together(
-    pipe: Pipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_has_whole_lines_that_a_pipe_keeps_together(pipe, monkeypatch):
     """Lines of other processes do not interleave; a longer line is written in its own call."""
-    writes: list[bytes] = []
+    writes = []
     write = os.write
     monkeypatch.setattr(
         log_writer.os, "write", lambda fd, data: writes.append(bytes(data)) or write(fd, data)
@@ -88,7 +84,7 @@ def test_a_write_has_whole_lines_that_a_pipe_keeps_together(
     assert len(writes) < 50
 
 
-def test_a_pipe_that_is_not_read_holds_up_no_caller(pipe: Pipe) -> None:
+def test_a_pipe_that_is_not_read_holds_up_no_caller(pipe):
     """What waits is bounded, what is lost is counted, and reported once when the pipe is read again."""
     number = 3 * log_writer.KEPT_BYTES // len(LINE)
     began = time.monotonic()
@@ -103,7 +99,7 @@ def test_a_pipe_that_is_not_read_holds_up_no_caller(pipe: Pipe) -> None:
     assert number - lost == seen.count(LINE)
 
 
-def test_a_pipe_that_is_not_read_holds_up_no_end(pipe: Pipe) -> None:
+def test_a_pipe_that_is_not_read_holds_up_no_end(pipe):
     """The process ends after a short time, whether all is written or not."""
     for _ in range(10_000):
         pipe.writer.write(LINE)
@@ -112,7 +108,7 @@ def test_a_pipe_that_is_not_read_holds_up_no_end(pipe: Pipe) -> None:
     assert 0.1 <= time.monotonic() - began < 5
 
 
-def test_a_pipe_without_a_reader_loses_lines() -> None:
+def test_a_pipe_without_a_reader_loses_lines():
     """No call raises."""
     reader, end = os.pipe()
     os.close(reader)
@@ -124,7 +120,7 @@ def test_a_pipe_without_a_reader_loses_lines() -> None:
     assert 10 == writer.lost
 
 
-def test_a_descriptor_that_does_not_block_loses_nothing(pipe: Pipe) -> None:
+def test_a_descriptor_that_does_not_block_loses_nothing(pipe):
     """Another process may have made it so."""
     os.set_blocking(pipe.end, False)
     for _ in range(2000):
@@ -135,11 +131,11 @@ def test_a_descriptor_that_does_not_block_loses_nothing(pipe: Pipe) -> None:
     assert 0 == pipe.writer.lost
 
 
-def test_a_full_file_goes_on_when_there_is_room(tmp_path: Path) -> None:
+def test_a_full_file_goes_on_when_there_is_room(tmp_path):
     """A line of which a part was written is ended before the next; the lost ones are reported once."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     file = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    reports: list[int] = []
+    reports = []
     writer = LogWriter(file, reports.append)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, limits[1]))
@@ -165,7 +161,7 @@ def lines_of(path: Path) -> int:
     return path.read_text().count("\n")
 
 
-def test_threads_may_write_together(pipe: Pipe) -> None:
+def test_threads_may_write_together(pipe):
     """No line is lost or torn."""
     threads = [
         threading.Thread(target=lambda: [pipe.writer.write(LINE) for _ in range(500)])

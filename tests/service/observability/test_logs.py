@@ -28,7 +28,7 @@ def objects(stream: io.StringIO) -> list[dict[str, object]]:
     return [json.loads(line) for line in stream.getvalue().splitlines()]
 
 
-def test_lines_are_json_off_a_terminal(stream: io.StringIO) -> None:
+def test_lines_are_json_off_a_terminal(stream):
     """One object a line, with its time and level."""
     logs.configure("info", "auto", stream)
     structlog.get_logger().info("serving", url="http://x")
@@ -37,7 +37,7 @@ def test_lines_are_json_off_a_terminal(stream: io.StringIO) -> None:
     assert line == {"event": "serving", "level": "info", "url": "http://x"}
 
 
-def test_lines_are_for_people_on_a_terminal() -> None:
+def test_lines_are_for_people_on_a_terminal():
     """A terminal is written to in words."""
     terminal = Terminal()
     logs.configure("info", "auto", terminal)
@@ -46,9 +46,9 @@ def test_lines_are_for_people_on_a_terminal() -> None:
     assert not terminal.getvalue().startswith("{")
 
 
-def test_a_line_is_written_at_once(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_is_written_at_once(stream, monkeypatch):
     """Each line is written with its end at once, or lines of several processes would mix; libraries' lines as well."""
-    written: list[str] = []
+    written = []
     monkeypatch.setattr(stream, "write", written.append)
     logs.configure("info", "json", stream)
     structlog.get_logger().info("one")
@@ -57,7 +57,7 @@ def test_a_line_is_written_at_once(stream: io.StringIO, monkeypatch: pytest.Monk
     assert all(line.endswith("}\n") for line in written)
 
 
-def test_a_format_may_be_chosen() -> None:
+def test_a_format_may_be_chosen():
     """JSON on a terminal, if wanted."""
     terminal = Terminal()
     logs.configure("info", "json", terminal)
@@ -65,7 +65,7 @@ def test_a_format_may_be_chosen() -> None:
     assert objects(terminal)[0]["event"] == "serving"
 
 
-def test_foreign_lines_look_alike(stream: io.StringIO) -> None:
+def test_foreign_lines_look_alike(stream):
     """What libraries log comes in the same form."""
     logs.configure("info", "json", stream)
     logging.getLogger("uvicorn.error").warning("Invalid HTTP request %s", "received.")
@@ -73,7 +73,7 @@ def test_foreign_lines_look_alike(stream: io.StringIO) -> None:
     assert (line["event"], line["level"]) == ("Invalid HTTP request received.", "warning")
 
 
-def test_a_failed_start_is_logged_once(stream: io.StringIO) -> None:
+def test_a_failed_start_is_logged_once(stream):
     """Uvicorn's own last words add nothing."""
     logs.configure("info", "json", stream)
     logging.getLogger("uvicorn.error").error("Application startup failed. Exiting.")
@@ -81,7 +81,7 @@ def test_a_failed_start_is_logged_once(stream: io.StringIO) -> None:
 
 
 @pytest.mark.parametrize(("level", "count"), [("debug", 2), ("info", 1), ("warning", 0)])
-def test_health_checks_are_below_info(stream: io.StringIO, level: str, count: int) -> None:
+def test_health_checks_are_below_info(stream, level, count):
     """A probe's line is for debugging, a request's for everybody."""
     logs.configure(level, "json", stream)
     log = structlog.get_logger().bind()
@@ -91,10 +91,10 @@ def test_health_checks_are_below_info(stream: io.StringIO, level: str, count: in
 
 
 @pytest.mark.parametrize("form", ["console", "json"])
-def test_a_traceback_holds_no_variables(stream: io.StringIO, form: str) -> None:
+def test_a_traceback_holds_no_variables(stream, form):
     """A traceback has its place, but not the texts in variables."""
 
-    def fail(text: str) -> None:
+    def fail(text):
         raise RuntimeError("broken")
 
     logs.configure("info", form, stream)
@@ -106,7 +106,7 @@ def test_a_traceback_holds_no_variables(stream: io.StringIO, form: str) -> None:
     assert "a confidential text" not in stream.getvalue()
 
 
-def test_lines_of_one_kind_may_be_spared() -> None:
+def test_lines_of_one_kind_may_be_spared():
     """Two lines in a second are written; the first of the next second has the number of dropped ones."""
     now = 7.9
     lines = logs.LogLimiter(2, clock=lambda: now)
@@ -118,7 +118,7 @@ def test_lines_of_one_kind_may_be_spared() -> None:
     assert (lines.untold(), lines.untold()) == (4, 0)
 
 
-def test_a_field_that_json_cannot_hold_is_escaped(stream: io.StringIO) -> None:
+def test_a_field_that_json_cannot_hold_is_escaped(stream):
     """A file name of another encoding, or a large number, raises nothing."""
     logs.configure("info", "json", stream)
     structlog.get_logger().info("refused", path="a\udcff", number=2**70)
@@ -127,7 +127,7 @@ def test_a_field_that_json_cannot_hold_is_escaped(stream: io.StringIO) -> None:
 
 
 @pytest.mark.parametrize("form", ["json", "console"])
-def test_a_request_id_cannot_forge_a_field(stream: io.StringIO, form: str) -> None:
+def test_a_request_id_cannot_forge_a_field(stream, form):
     """A request id with any printable characters is one value of one line."""
     forged = 'a status=200 "b", "status": 200, \\'
     logs.configure("info", form, stream)
@@ -139,9 +139,7 @@ def test_a_request_id_cannot_forge_a_field(stream: io.StringIO, form: str) -> No
         assert line.endswith(f"request_id={forged!r} status=500")
 
 
-def test_a_record_that_cannot_be_formatted_is_named(
-    stream: io.StringIO, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_record_that_cannot_be_formatted_is_named(stream, capsys):
     """A library's malformed log call becomes a line with its place, not a traceback on standard error."""
     logs.configure("info", "json", stream)
     logging.getLogger("another").error("%d files", "some")
@@ -160,7 +158,7 @@ def pipe() -> Iterator[tuple[int, TextIO]]:
     os.close(reader)
 
 
-def test_a_log_that_is_not_read_is_counted(pipe: tuple[int, TextIO]) -> None:
+def test_a_log_that_is_not_read_is_counted(pipe):
     """Lines are lost without an error; their number is a metric, and a line when the log is read again."""
     reader, stream = pipe
     before = logs.lost_lines()

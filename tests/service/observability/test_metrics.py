@@ -1,13 +1,11 @@
 import asyncio
 import threading
 from functools import partial
-from pathlib import Path
 
 import httpx
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
 
 from service import errors
 from service.api.app import create_app
@@ -19,7 +17,6 @@ from service.scheduling.executor import BatchStats
 from service.scheduling.load import Backlog, Flow, Load, RemainingWork
 from service.settings import Settings
 from tests.service.conftest import living
-from tests.service.fakes import FakeEngine, FakeEngines
 
 STATS = BatchStats(
     bundle="tiny@1", size=2, tokens=30, longest=20, queue_s=(0.5, 0.25), inference_s=0.125
@@ -48,7 +45,7 @@ def samples(text: str) -> dict[tuple[str, tuple[str, ...]], float]:
     }
 
 
-def test_a_batch_is_observed() -> None:
+def test_a_batch_is_observed():
     """One batch, and the wait of each that rode in it."""
     metrics = Metrics()
     metrics.observe_batch(STATS)
@@ -64,7 +61,7 @@ def test_a_batch_is_observed() -> None:
     assert {name: found[name, ("tiny@1",)] for name in expected} == expected
 
 
-def test_the_device_is_read_at_the_scrape() -> None:
+def test_the_device_is_read_at_the_scrape():
     """The gauges follow the queue, readiness and what is served without being told."""
     metrics, loads, models = (
         Metrics(),
@@ -84,7 +81,7 @@ def test_the_device_is_read_at_the_scrape() -> None:
     assert info == [("tiny@2", "fp32", "CPU", "ort 1", "00ff", "current")]
 
 
-def test_each_process_has_its_own() -> None:
+def test_each_process_has_its_own():
     """Two sets of metrics do not meet in a global registry."""
     first, second = Metrics(), Metrics()
     first.observe_error("overloaded")
@@ -95,7 +92,7 @@ async def scrape(client: httpx.AsyncClient) -> dict[tuple[str, tuple[str, ...]],
     return samples((await client.get("/metrics")).text)
 
 
-async def test_requests_are_counted_by_template(client: httpx.AsyncClient) -> None:
+async def test_requests_are_counted_by_template(client):
     """Route, model and status label a request; what is no route is `other`."""
     await client.post("/classify", json={"inputs": "a"})
     await client.get("/one/of/many")
@@ -113,9 +110,7 @@ async def test_requests_are_counted_by_template(client: httpx.AsyncClient) -> No
         (Overloaded("full"), None),
     ],
 )
-async def test_internal_errors_are_counted_by_code(
-    client: httpx.AsyncClient, engine: FakeEngine, error: Exception, code: str | None
-) -> None:
+async def test_internal_errors_are_counted_by_code(client, engine, error, code):
     """A fault of the service is counted under its code, also where no code was foreseen; a refusal is a refusal."""
     engine.error = error
     await client.post("/classify", json={"inputs": "a"})
@@ -131,13 +126,7 @@ async def test_internal_errors_are_counted_by_code(
     [({}, 0.0), ({"X-Request-Timeout-Ms": "30000"}, 0.0), ({"X-Request-Timeout-Ms": "20"}, 1.0)],
 )
 @pytest.mark.parametrize("kind", [errors.DeadlineExceeded, Overloaded])
-async def test_short_deadlines_of_clients_are_counted_apart(
-    client: httpx.AsyncClient,
-    engine: FakeEngine,
-    kind: type[errors.QuartetError],
-    headers: dict[str, str],
-    apart: float,
-) -> None:
+async def test_short_deadlines_of_clients_are_counted_apart(client, engine, kind, headers, apart):
     """All are refusals; those whose client set less than the server's deadline are also in a counter of their own."""
     engine.error = kind("late")
     await client.post("/classify", json={"inputs": "a"}, headers=headers)
@@ -146,7 +135,7 @@ async def test_short_deadlines_of_clients_are_counted_apart(
     assert (1.0, apart) == (found[REFUSED, (kind.code,)], found[name, (kind.code,)])
 
 
-async def test_latency_is_by_priority_class(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_latency_is_by_priority_class(client, engine):
     """A bulk answer is observed as one, and an error as none."""
     await client.post("/classify", json={"inputs": "a"}, headers={"X-Priority": "bulk"})
     engine.error = Overloaded("full")
@@ -156,9 +145,7 @@ async def test_latency_is_by_priority_class(client: httpx.AsyncClient, engine: F
     assert counts == {("tiny@1", "bulk", "/classify"): 1.0}
 
 
-async def test_a_failure_of_ours_in_lines_is_no_refusal(
-    client: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_a_failure_of_ours_in_lines_is_no_refusal(client, engine):
     """The status of an answer in lines is said before it fails."""
     engine.error, engine.tell_first = errors.InferenceFailed("no number"), 0
     answer = await client.post("/classify", json={"inputs": ["a", "b"]}, headers=IN_LINES)
@@ -169,9 +156,7 @@ async def test_a_failure_of_ours_in_lines_is_no_refusal(
 
 
 @pytest.mark.parametrize(("headers", "stages"), [({}, STAGES), (IN_LINES, STAGES[:-1])])
-async def test_stages_are_timed(
-    client: httpx.AsyncClient, headers: dict[str, str], stages: tuple[str, ...]
-) -> None:
+async def test_stages_are_timed(client, headers, stages):
     """Each stage that an answer went through, once; lines are written while others are computed."""
     await client.post("/classify", json={"inputs": "a"}, headers=headers)
     found, name = await scrape(client), "quartet_stage_seconds"
@@ -180,9 +165,7 @@ async def test_stages_are_timed(
     assert [found[f"{name}_sum", ("tiny@1", stage)] for stage in STAGES[1:6]] == TIMING
 
 
-async def test_stages_end_where_the_request_does(
-    client: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_stages_end_where_the_request_does(client, engine):
     """What is refused by the engine was read, and no more."""
     engine.error = Overloaded("full")
     await client.post("/classify", json={"inputs": "a"})
@@ -191,7 +174,7 @@ async def test_stages_end_where_the_request_does(
     assert counts == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
 
 
-async def test_tokens_are_counted_by_tenant(engines: FakeEngines) -> None:
+async def test_tokens_are_counted_by_tenant(engines):
     """By the name of the key, and for everybody together where there is none."""
     keys = {name: Key(sha256=digest(f"the key of {name}").hex()) for name in ("ann", "bob")}
     keys["ann"] = keys["ann"].model_copy(update={"may": ("inference", "metrics")})
@@ -204,7 +187,7 @@ async def test_tokens_are_counted_by_tenant(engines: FakeEngines) -> None:
     assert found["quartet_tokens_total", ("tiny@1", "ann")] == 14.0
 
 
-async def test_all_that_can_be_known_is_there_at_zero(tiny_bundle: Path) -> None:
+async def test_all_that_can_be_known_is_there_at_zero(tiny_bundle):
     """The first scrape of a fresh server has every reason, route, stage, model and tenant."""
     keys = {"ann": Key(sha256="0" * 64)}
     metrics = Metrics(keys)
@@ -242,11 +225,11 @@ async def test_all_that_can_be_known_is_there_at_zero(tiny_bundle: Path) -> None
     assert info[0] == "tiny@1"
 
 
-async def test_requests_add_no_series(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_requests_add_no_series(client, engine):
     """A thousand unknown paths, methods, models, heads and ids are counted in existing series."""
     engine.error = errors.UnknownHead("no such head", param="head")
 
-    async def ask(number: int) -> None:
+    async def ask(number):
         name = f"x{number}"
         requests = [
             ("GET", f"/{name}", None),
@@ -269,12 +252,12 @@ async def test_requests_add_no_series(client: httpx.AsyncClient, engine: FakeEng
     assert before == set(await scrape(client))
 
 
-async def test_a_page_is_shared_and_leaves_the_loop_free(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_page_is_shared_and_leaves_the_loop_free(monkeypatch):
     """Concurrent scrapes are one rendering, most of it in a thread."""
-    threads: list[int] = []
+    threads = []
     render = generate_latest
 
-    def spied(registry: Collector) -> bytes:
+    def spied(registry):
         threads.append(threading.get_ident())
         return render(registry)
 
@@ -285,11 +268,11 @@ async def test_a_page_is_shared_and_leaves_the_loop_free(monkeypatch: pytest.Mon
     assert threading.get_ident() not in threads
 
 
-async def test_a_scrape_has_all_that_was_before_it() -> None:
+async def test_a_scrape_has_all_that_was_before_it():
     """Also a scrape that comes while another page is rendered."""
     metrics = Metrics()
 
-    async def count() -> float:
+    async def count():
         metrics.observe_error("invalid")
         expected = metrics._rejected.labels("invalid")._value.get()
         found = samples((await metrics.page()).decode())[REFUSED, ("invalid",)]

@@ -28,7 +28,7 @@ class Slow:
         return b"%d" % number
 
 
-async def test_callers_share_a_call_that_began_after_they_came() -> None:
+async def test_callers_share_a_call_that_began_after_they_came():
     """Callers that come while one runs share the next."""
     slow = Slow()
     shared = SharedCall(slow)
@@ -43,7 +43,7 @@ async def test_callers_share_a_call_that_began_after_they_came() -> None:
     assert b"3" == await shared()
 
 
-async def test_a_cancelled_caller_cancels_no_other() -> None:
+async def test_a_cancelled_caller_cancels_no_other():
     """A failure without a caller left is not reported as an exception that was never retrieved."""
     slow = Slow()
     shared = SharedCall(slow)
@@ -65,12 +65,12 @@ async def test_a_cancelled_caller_cancels_no_other() -> None:
     assert b"4" == await shared()
 
 
-async def test_calls_take_a_part_of_the_time() -> None:
+async def test_calls_take_a_part_of_the_time():
     """Fifty callers get no more than that; a single one, after a pause, does not wait."""
-    calls: list[float] = []
+    calls = []
     time = asyncio.get_running_loop().time
 
-    async def work() -> bytes:
+    async def work():
         calls.append(time())
         await asyncio.sleep(0.01)
         return b""
@@ -78,7 +78,7 @@ async def test_calls_take_a_part_of_the_time() -> None:
     shared = SharedCall(work, share=0.1)
     end = time() + 1.0
 
-    async def insist() -> None:
+    async def insist():
         while time() < end:
             await shared()
 

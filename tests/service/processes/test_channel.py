@@ -44,9 +44,9 @@ MESSAGES: list[tuple[Any, ...]] = [
 
 
 @given(st.lists(st.integers(1, 200), max_size=20))
-def test_any_cut_gives_the_same_messages(cuts: list[int]) -> None:
+def test_any_cut_gives_the_same_messages(cuts):
     """Half a header, two messages at once: a channel gives each whole."""
-    got: list[tuple[Any, ...]] = []
+    got = []
     channel = Channel(lambda *received: got.append(received), lambda: None)
     stream = b"".join(frame(*sent) for sent in MESSAGES)
     start = 0
@@ -63,7 +63,7 @@ async def opened(end: socket.socket, **called: Any) -> Channel:
     return channel
 
 
-async def test_the_end_of_one_process_is_sent_to_the_other() -> None:
+async def test_the_end_of_one_process_is_sent_to_the_other():
     """`lost` is called once, and what is sent afterwards goes nowhere."""
     one, other = socket.socketpair()
     lost = asyncio.Event()
@@ -73,13 +73,13 @@ async def test_the_end_of_one_process_is_sent_to_the_other() -> None:
     first.send("notice", 0, Cancel(1))
 
 
-async def test_much_goes_through_at_once() -> None:
+async def test_much_goes_through_at_once():
     """What the socket's buffer cannot hold waits, and is lost neither in part nor in order."""
     one, other = socket.socketpair()
-    got: list[tuple[Any, ...]] = []
+    got = []
     done = asyncio.Event()
 
-    def received(*frame: Any) -> None:
+    def received(*frame):
         got.append(frame)
         if len(got) == 20:
             done.set()
@@ -112,7 +112,7 @@ class Wire(asyncio.Transport):
         self.closed = True
 
 
-async def test_what_one_turn_says_is_one_write() -> None:
+async def test_what_one_turn_says_is_one_write():
     """Messages are sent in order, at the end of the turn; a close sends them, too."""
     channel, wire = Channel(print, lambda: None), Wire()
     channel.connection_made(wire)
@@ -130,7 +130,7 @@ async def test_what_one_turn_says_is_one_write() -> None:
     ]
 
 
-async def test_what_is_written_leaves_at_once() -> None:
+async def test_what_is_written_leaves_at_once():
     """Not after what else there is to do in this turn of the event loop: the other end can begin meanwhile."""
     one, other = socket.socketpair()
     other.setblocking(False)
@@ -142,15 +142,15 @@ async def test_what_is_written_leaves_at_once() -> None:
     other.close()
 
 
-async def test_the_receiving_end_is_at_fault() -> None:
+async def test_the_receiving_end_is_at_fault():
     """Each end gets an error for the lost connection, with the end at fault."""
 
-    def fail(*_: Any) -> None:
+    def fail(*_):
         raise ValueError("our bug")
 
     one, other = socket.socketpair()
     losses = [asyncio.Event(), asyncio.Event()]
-    told: list[dict[str, Any]] = []
+    told = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
     first = await opened(one, lost=losses[0].set)
     second = await opened(other, lost=losses[1].set, received=fail)
@@ -161,7 +161,7 @@ async def test_the_receiving_end_is_at_fault() -> None:
     assert ["our bug"] == [str(context["exception"]) for context in told]
 
 
-def test_a_message_of_no_kind_is_our_bug() -> None:
+def test_a_message_of_no_kind_is_our_bug():
     """Both ends are one version: what is unknown is not passed over."""
     channel = Channel(lambda *_: None, lambda: None)
     data = frame("notice", 0, Observed([]))

@@ -51,9 +51,7 @@ async def finish(process: ChildProcess, config: bytes) -> tuple[int, dict[str, o
         return status, json.loads(control.recv(1 << 16))
 
 
-async def test_a_child_has_its_config_and_listeners_and_no_secrets(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_child_has_its_config_and_listeners_and_no_secrets(monkeypatch):
     """A config longer than a pipe holds is sent while the child does not read yet."""
     monkeypatch.setenv("QUARTET_API_KEY", "secret")
     monkeypatch.setenv("quartet_keys", "secret")
@@ -73,7 +71,7 @@ async def test_a_child_has_its_config_and_listeners_and_no_secrets(
     }
 
 
-async def test_the_end_of_a_child_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_end_of_a_child_is_known(monkeypatch):
     """A signal is a negative status. A child that has ended takes a config and a further signal without an error."""
     stand_in(monkeypatch, pause=30)
     process = ChildProcess("inference")
@@ -87,7 +85,7 @@ async def test_the_end_of_a_child_is_known(monkeypatch: pytest.MonkeyPatch) -> N
     process.control.close()
 
 
-async def test_the_inference_process_starts_early_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_inference_process_starts_early_once(monkeypatch):
     """An HTTP process needs listeners, so it does not; the next inference process is a new one."""
     stand_in(monkeypatch)
     child_process.start_early(["bundles/mine", "--port", "8000"])
@@ -105,9 +103,7 @@ def no_process(arguments: Sequence[str]) -> bool:
     return not child_process._early
 
 
-def test_no_process_starts_early_where_the_command_ends_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_process_starts_early_where_the_command_ends_at_once(monkeypatch):
     stand_in(monkeypatch)
     assert no_process(["--help"])
     assert no_process(["bundles/mine", "--check-config"])
@@ -115,7 +111,7 @@ def test_no_process_starts_early_where_the_command_ends_at_once(
     assert no_process(["bundles/mine"])
 
 
-async def test_an_unused_early_process_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unused_early_process_is_ended(monkeypatch):
     stand_in(monkeypatch, pause=30)
     child_process.start_early([])
     [early] = child_process._early
@@ -124,7 +120,7 @@ async def test_an_unused_early_process_is_ended(monkeypatch: pytest.MonkeyPatch)
     assert not child_process._early
 
 
-def test_a_child_without_a_config_ends_in_silence() -> None:
+def test_a_child_without_a_config_ends_in_silence():
     """The main process ended before it had read its settings, and has said why itself."""
     ours, control = socket.socketpair()
     with ours, control:
@@ -139,7 +135,7 @@ def test_a_child_without_a_config_ends_in_silence() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 
-def test_a_refused_setting_leaves_no_process(tmp_path: Path) -> None:
+def test_a_refused_setting_leaves_no_process(tmp_path):
     """The main process prints one line, and ends the process that it had started early."""
     command = [sys.executable, "-m", "service", str(tmp_path), "--port", "none"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as main:

@@ -6,7 +6,6 @@ import resource
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 from service import liveness
 from service.processes.control_channel import (
@@ -33,7 +32,7 @@ def linked() -> tuple[ChildControl, ControlChannel, list[Report]]:
     return ChildControl(ours, heard.append), ControlChannel(theirs), heard
 
 
-async def test_orders_end_with_the_main_process() -> None:
+async def test_orders_end_with_the_main_process():
     """Commands arrive one by one, each with its socket, until the main process is gone."""
     link, given, _ = linked()
     one, other = socket.socketpair()
@@ -49,7 +48,7 @@ async def test_orders_end_with_the_main_process() -> None:
         end.close()
 
 
-async def test_commands_end_without_reports() -> None:
+async def test_commands_end_without_reports():
     """A dead main process is detected even if its reports are unread."""
     link, given, heard = linked()
     link.send(DRAIN)
@@ -60,7 +59,7 @@ async def test_commands_end_without_reports() -> None:
     await given.report({"to": "nobody"})
 
 
-async def test_orders_to_the_dead_are_dropped() -> None:
+async def test_orders_to_the_dead_are_dropped():
     """A command to a child that has just ended is dropped."""
     ours, theirs = socket.socketpair()
     link = ChildControl(ours, lambda report: None)
@@ -71,7 +70,7 @@ async def test_orders_to_the_dead_are_dropped() -> None:
     link.close()
 
 
-async def test_orders_to_the_deaf_are_dropped() -> None:
+async def test_orders_to_the_deaf_are_dropped():
     """A child that does not read does not block the main process."""
     ours, theirs = socket.socketpair()
     link = ChildControl(ours, lambda report: None)
@@ -81,7 +80,7 @@ async def test_orders_to_the_deaf_are_dropped() -> None:
     theirs.close()
 
 
-async def test_keys_of_any_size_come_whole() -> None:
+async def test_keys_of_any_size_come_whole():
     """Keys that are larger than what a socket takes at once arrive with one order, between others."""
     link, given, _ = linked()
     text = b"k" * 5_000_000
@@ -109,7 +108,7 @@ def no_file_left() -> Iterator[None]:
             os.close(descriptor)
 
 
-async def test_a_descriptor_is_held_in_reserve() -> None:
+async def test_a_descriptor_is_held_in_reserve():
     """A channel arrives also when the process has as many files open as it may."""
     link, given, _ = linked()
     one, other = socket.socketpair()
@@ -123,7 +122,7 @@ async def test_a_descriptor_is_held_in_reserve() -> None:
     assert [] == [order async for order in given]
 
 
-async def test_a_lost_descriptor_is_reported(monkeypatch: Any) -> None:
+async def test_a_lost_descriptor_is_reported(monkeypatch):
     """An order whose descriptor found no room is not passed on, and the main process can send it again."""
     monkeypatch.setattr(liveness, "DESCRIPTOR_MISSING_S", 0.001)
     link, given, heard = linked()
@@ -145,7 +144,7 @@ async def test_a_lost_descriptor_is_reported(monkeypatch: Any) -> None:
     assert [] == [order async for order in given]
 
 
-async def test_reports_come_whole_and_in_order(monkeypatch: Any) -> None:
+async def test_reports_come_whole_and_in_order(monkeypatch):
     """Heartbeats and reports are distinguished, also where many arrive at once."""
     monkeypatch.setattr(liveness, "HEARTBEAT_S", 0.001)
     link, given, heard = linked()

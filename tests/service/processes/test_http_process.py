@@ -4,13 +4,10 @@ import asyncio
 import socket
 from collections.abc import Callable
 
-import pytest
-from structlog.typing import EventDict
-
 from service import liveness
 from service.keys import Key, dump_keys
 from service.processes.channel import frame
-from service.processes.control_channel import ChildControl, ControlChannel, Report
+from service.processes.control_channel import ChildControl, ControlChannel
 from service.processes.http_process import Worker, exit_on_failure
 from service.processes.messages import Cancel
 from service.settings import Settings
@@ -22,7 +19,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_the_main_process_gets_the_first_report(lines: list[EventDict]) -> None:
+async def test_the_main_process_gets_the_first_report(lines):
     """Once the log states that a process serves, a hang of it is noticed."""
     ours, theirs = socket.socketpair()
     listener = socket.create_server(("127.0.0.1", 0))
@@ -41,7 +38,7 @@ async def test_the_main_process_gets_the_first_report(lines: list[EventDict]) ->
         end.close()
 
 
-async def test_a_process_that_cannot_receive_results_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_cannot_receive_results_ends(monkeypatch):
     """It would never be ready again, and is started again."""
     ended = asyncio.Event()
     monkeypatch.setattr("os._exit", lambda status: ended.set())
@@ -56,12 +53,12 @@ async def test_a_process_that_cannot_receive_results_ends(monkeypatch: pytest.Mo
         end.close()
 
 
-async def test_a_worker_reports_that_it_has_no_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_reports_that_it_has_no_channel(monkeypatch):
     """It reports this until a channel comes, because a command or the channel's other end may be lost."""
     monkeypatch.setattr(liveness, "CHANNEL_MISSING_S", 0.001)
     ours, theirs = socket.socketpair()
     end, other = socket.socketpair()
-    reports: list[Report] = []
+    reports = []
     link = ChildControl(ours, reports.append)
     worker = Worker(Settings(http_workers=1), ControlChannel(theirs))
     watching = asyncio.create_task(worker.watch_channel())
@@ -79,7 +76,7 @@ async def test_a_worker_reports_that_it_has_no_channel(monkeypatch: pytest.Monke
     theirs.close()
 
 
-async def test_a_worker_takes_new_keys() -> None:
+async def test_a_worker_takes_new_keys():
     """Keys that come with an order replace those that it started with."""
     ours, theirs = socket.socketpair()
     link = ChildControl(ours, lambda report: None)
@@ -93,11 +90,9 @@ async def test_a_worker_takes_new_keys() -> None:
     await obeying
 
 
-async def test_a_worker_that_no_longer_obeys_ends(
-    monkeypatch: pytest.MonkeyPatch, lines: list[EventDict]
-) -> None:
+async def test_a_worker_that_no_longer_obeys_ends(monkeypatch, lines):
     """It could neither be connected nor drained, so it ends, and is started again."""
-    statuses: list[int] = []
+    statuses = []
     monkeypatch.setattr("os._exit", statuses.append)
     ours, theirs = socket.socketpair()
     link = ChildControl(ours, lambda report: None)

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from structlog.typing import EventDict
 
 from service.keys import Keys
 from service.processes import key_file_watcher
@@ -52,7 +51,7 @@ async def until(changes: list[Keys], number: int) -> list[str]:
     return [*changes[-1]]
 
 
-async def test_a_file_that_is_written_again(lines: list[EventDict]) -> None:
+async def test_a_file_that_is_written_again(lines):
     """The keys in it replace the previous ones, and the log has their names."""
     Path("keys.toml").write_text(records(a="1", b="2", c="3"))
     async with watched(api_keys="keys.toml") as changes:
@@ -67,7 +66,7 @@ async def test_a_file_that_is_written_again(lines: list[EventDict]) -> None:
     } in lines
 
 
-async def test_a_link_that_is_set_to_another_directory() -> None:
+async def test_a_link_that_is_set_to_another_directory():
     """As Kubernetes does with a secret that is mounted: the file is a link below a link, which is replaced."""
     for version, name in (("v1", "a"), ("v2", "b")):
         Path(version).mkdir()
@@ -80,7 +79,7 @@ async def test_a_link_that_is_set_to_another_directory() -> None:
         assert ["b"] == await until(changes, 1)
 
 
-async def test_keys_in_the_file_of_settings() -> None:
+async def test_keys_in_the_file_of_settings():
     """They are read again like those in a file of their own, and are added to a key that is not in a file."""
     Path("quartet.toml").write_text(records(a="1"))
     async with watched() as changes:
@@ -97,9 +96,7 @@ async def test_keys_in_the_file_of_settings() -> None:
         (None, "keys.toml: No such file or directory"),
     ],
 )
-async def test_a_file_that_cannot_be_read(
-    text: str | None, problem: str, lines: list[EventDict]
-) -> None:
+async def test_a_file_that_cannot_be_read(text, problem, lines):
     """The log has one error with the file's name, and the keys stay until the file can be read."""
     path = Path("keys.toml")
     path.write_text(records(a="1"))
@@ -118,7 +115,7 @@ async def test_a_file_that_cannot_be_read(
         assert ["b"] == await until(changes, 1)
 
 
-async def test_the_last_key_stays(lines: list[EventDict]) -> None:
+async def test_the_last_key_stays(lines):
     """A file of settings that no longer has a key does not open the service."""
     Path("quartet.toml").write_text(records(a="1"))
     async with watched() as changes:
@@ -130,9 +127,7 @@ async def test_the_last_key_stays(lines: list[EventDict]) -> None:
     assert [] == changes
 
 
-async def test_a_signal_reads_at_once(
-    monkeypatch: pytest.MonkeyPatch, lines: list[EventDict]
-) -> None:
+async def test_a_signal_reads_at_once(monkeypatch, lines):
     """SIGHUP waits for no look at the files, and needs no change."""
     monkeypatch.setattr(key_file_watcher, "CHECK_S", 1000)
     Path("keys.toml").write_text(records(a="1"))
@@ -147,7 +142,7 @@ async def test_a_signal_reads_at_once(
         assert ["b"] == await until(changes, 1)
 
 
-async def test_a_file_that_is_being_written_is_left_alone(lines: list[EventDict]) -> None:
+async def test_a_file_that_is_being_written_is_left_alone(lines):
     """What is read was the same at two looks, so the first half of a file removes no key."""
     Path("keys.toml").write_text(records(a="1", b="2"))
     async with watched(api_keys="keys.toml") as changes:

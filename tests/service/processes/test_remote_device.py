@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from structlog.typing import EventDict
 
 from service import errors
 from service.core import bundle
@@ -140,7 +139,7 @@ class Pair:
         self.following = asyncio.create_task(self.remote.follow(self.subscriber))
         ours, end = socket.socketpair()
         self.control = ChildControl(ours, lambda report: None)
-        self.peers = HttpPeers(self.device, self.manager, self.metrics)  # type: ignore[arg-type]
+        self.peers = HttpPeers(self.device, self.manager, self.metrics)
         self.serving = asyncio.create_task(serve(self.peers, ControlChannel(end)))
         self.reporting = asyncio.create_task(self.peers.report_load())
 
@@ -190,7 +189,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_the_device_gets_the_submitted_entries() -> None:
+async def test_the_device_gets_the_submitted_entries():
     """Tokens, heads, and all fields that the queue uses are unchanged."""
     sent = text(1, 2, 3, hidden=1)
     async with pair() as both:
@@ -212,13 +211,13 @@ async def test_the_device_gets_the_submitted_entries() -> None:
     assert [getattr(sent, name) for name in fields] == [getattr(seen, name) for name in fields]
 
 
-async def test_an_empty_request_costs_no_message() -> None:
+async def test_an_empty_request_costs_no_message():
     async with pair() as both:
         assert [] == await both.remote.submit([])
         assert [] == both.device.seen
 
 
-async def test_outcomes_are_reported_one_by_one() -> None:
+async def test_outcomes_are_reported_one_by_one():
     """The first outcome is reported before the second exists."""
     entries, received = [text(1), text(2)], []
     async with pair() as both:
@@ -235,7 +234,7 @@ async def test_outcomes_are_reported_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("each", [False, True], ids=["together", "each"])
-async def test_failed_entries_are_sent_with_the_others(each: bool) -> None:
+async def test_failed_entries_are_sent_with_the_others(each):
     """Each has its place, and its error is unchanged."""
     entries, received = [text(1, 2, 3), text(9), text(4, 5)], {}
     on_outcome = received.__setitem__ if each else None
@@ -264,7 +263,7 @@ async def test_failed_entries_are_sent_with_the_others(each: bool) -> None:
     ],
     ids=lambda error: error.code,
 )
-async def test_errors_arrive_unchanged(error: errors.QuartetError) -> None:
+async def test_errors_arrive_unchanged(error):
     """Class, message, field and headers are those that the device raised."""
     async with pair() as both:
         both.device.error = error
@@ -274,7 +273,7 @@ async def test_errors_arrive_unchanged(error: errors.QuartetError) -> None:
     assert (error.code, error.body, error.headers) == (got.code, got.body, got.headers)
 
 
-def test_every_error_can_be_sent() -> None:
+def test_every_error_can_be_sent():
     """Each code belongs to one class, so that no error arrives as another."""
     kinds = [*errors.kinds()]
     assert len(kinds) == len({kind.code for kind in kinds})
@@ -283,7 +282,7 @@ def test_every_error_can_be_sent() -> None:
     assert crossing == [type(errors.revive(kind.code, "m")) for kind in crossing]
 
 
-async def test_an_unexpected_error_is_our_bug(lines: list[EventDict]) -> None:
+async def test_an_unexpected_error_is_our_bug(lines):
     """An exception of an unknown class is logged in its process, and fails the request."""
     async with pair() as both:
         both.device.error = ZeroDivisionError()
@@ -292,7 +291,7 @@ async def test_an_unexpected_error_is_our_bug(lines: list[EventDict]) -> None:
     assert ["unexpected error"] == [line["event"] for line in lines]
 
 
-async def test_a_disconnect_cancels_the_work() -> None:
+async def test_a_disconnect_cancels_the_work():
     """A request that is cancelled here is cancelled there."""
     async with pair() as both:
         both.device.hold = asyncio.Event()
@@ -302,7 +301,7 @@ async def test_a_disconnect_cancels_the_work() -> None:
         await asyncio.wait_for(both.device.cancelled.wait(), 30)
 
 
-async def test_the_requests_of_a_lost_http_process_are_cancelled() -> None:
+async def test_the_requests_of_a_lost_http_process_are_cancelled():
     """The inference process also forgets the HTTP process."""
     async with pair() as both, under_way(both, text(1)):
         assert both.remote._peer is not None
@@ -328,7 +327,7 @@ async def under_way(
     await asyncio.wait([request])
 
 
-async def test_requests_without_a_device_fail_with_replica_lost() -> None:
+async def test_requests_without_a_device_fail_with_replica_lost():
     """Entries and pages are refused, readiness is false, and the next device answers."""
     async with pair() as both:
         await both.lose()
@@ -343,7 +342,7 @@ async def test_requests_without_a_device_fail_with_replica_lost() -> None:
         assert both.remote.load().ready
 
 
-async def test_a_failed_receive_is_reported() -> None:
+async def test_a_failed_receive_is_reported():
     """A process that lost the connection to a living device must end, or it would never be ready again."""
     entry = text(1)
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)
@@ -354,7 +353,7 @@ async def test_a_failed_receive_is_reported() -> None:
         await asyncio.wait_for(both.broken.wait(), 30)
 
 
-async def test_requests_of_a_lost_device_go_to_the_next_one() -> None:
+async def test_requests_of_a_lost_device_go_to_the_next_one():
     """Clients only see a longer response time; in the second attempt, each entry has a batch of its own."""
     entries = [text(1), text(2, 3)]
     async with pair() as both, under_way(both, *entries) as request:
@@ -368,11 +367,11 @@ async def test_requests_of_a_lost_device_go_to_the_next_one() -> None:
     assert [False, False, True, True] == [entry.unbatched for entry in [*first, *again]]
 
 
-async def test_a_reported_result_is_not_requested_again() -> None:
+async def test_a_reported_result_is_not_requested_again():
     """In a request with reported results, only the missing entries are sent again; each result is reported once."""
     entries, received = [text(1), text(2), text(3)], []
 
-    def on_outcome(entry: Entry, outcome: Outcome) -> None:
+    def on_outcome(entry, outcome):
         np.testing.assert_equal(answer(entry).outputs, outcome.outputs)
         received.append(entry)
 
@@ -386,7 +385,7 @@ async def test_a_reported_result_is_not_requested_again() -> None:
     assert [2, 3] == [int(entry.window.input_ids[0]) for entry in again]
 
 
-async def test_a_request_that_is_lost_twice_fails() -> None:
+async def test_a_request_that_is_lost_twice_fails():
     """There is no third attempt."""
     async with pair() as both, under_way(both, text(1)) as request:
         await both.lose()
@@ -397,7 +396,7 @@ async def test_a_request_that_is_lost_twice_fails() -> None:
             await request
 
 
-async def test_requests_are_sent_again_one_at_a_time() -> None:
+async def test_requests_are_sent_again_one_at_a_time():
     """An entry that kills the device again fails alone: the other requests get their second attempt next."""
     large, small = [text(1), text(2)], text(3)
     async with pair() as both, under_way(both, *large) as first, under_way(both, small) as second:
@@ -413,7 +412,7 @@ async def test_requests_are_sent_again_one_at_a_time() -> None:
         assert 2 == len(await asyncio.wait_for(first, 30))
 
 
-async def test_an_entry_next_to_a_canceled_one_has_a_second_attempt() -> None:
+async def test_an_entry_next_to_a_canceled_one_has_a_second_attempt():
     """A remaining entry may still be computed and kill the process; then its second attempt counts."""
     poison, large = text(1), [text(2), text(3)]
     async with pair() as both, under_way(both, poison) as gone, under_way(both, *large) as request:
@@ -431,7 +430,7 @@ async def test_an_entry_next_to_a_canceled_one_has_a_second_attempt() -> None:
             await request
 
 
-async def test_a_device_that_dies_while_it_opens_costs_no_attempt() -> None:
+async def test_a_device_that_dies_while_it_opens_costs_no_attempt():
     """No request was sent to it."""
     async with pair() as both, under_way(both, text(1)) as request:
         await both.lose()
@@ -444,7 +443,7 @@ async def test_a_device_that_dies_while_it_opens_costs_no_attempt() -> None:
         assert 1 == len(await asyncio.wait_for(request, 30))
 
 
-async def test_a_cancelled_request_is_not_sent_again() -> None:
+async def test_a_cancelled_request_is_not_sent_again():
     """A request that was cancelled between two devices costs the second one nothing."""
     async with (
         pair() as both,
@@ -459,7 +458,7 @@ async def test_a_cancelled_request_is_not_sent_again() -> None:
         assert [2] == [int(entry.window.input_ids[0]) for entry in both.device.seen[2:]]
 
 
-async def test_a_device_that_dies_at_once_gets_no_request() -> None:
+async def test_a_device_that_dies_at_once_gets_no_request():
     """A socket whose other end is closed before its first use fails all requests by name; none waits."""
     remote = RemoteDevice()
     ours, theirs = socket.socketpair()
@@ -470,13 +469,13 @@ async def test_a_device_that_dies_at_once_gets_no_request() -> None:
         await remote.submit([text(1)])
 
 
-async def test_the_load_is_reported_regularly() -> None:
+async def test_the_load_is_reported_regularly():
     """The HTTP process knows the backlog, the rates and the limit without a request."""
     async with pair() as both:
         await until(lambda: both.remote.load() == LOAD)
 
 
-async def test_requests_that_are_not_reported_yet_are_part_of_the_load() -> None:
+async def test_requests_that_are_not_reported_yet_are_part_of_the_load():
     """A request that was sent counts until the device reports it, and then no more, however often it reports."""
     async with pair() as both:
         both.device.hold = asyncio.Event()
@@ -491,9 +490,9 @@ async def test_requests_that_are_not_reported_yet_are_part_of_the_load() -> None
         await request
 
 
-async def test_an_immediate_cancellation_adds_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_immediate_cancellation_adds_no_load(monkeypatch):
     """A request and its cancellation may arrive together."""
-    sent: list[bytes] = []
+    sent = []
     async with pair() as both:
         assert both.remote._peer is not None
         (peer,) = both.peers._peers
@@ -509,7 +508,7 @@ async def test_an_immediate_cancellation_adds_no_load(monkeypatch: pytest.Monkey
         assert [] == both.device.seen
 
 
-async def test_a_device_that_falls_silent_is_not_ready() -> None:
+async def test_a_device_that_falls_silent_is_not_ready():
     """The load contains the reason, and the device is ready again with the next report."""
     async with pair() as both:
         both.reporting.cancel()
@@ -524,7 +523,7 @@ async def test_a_device_that_falls_silent_is_not_ready() -> None:
         watching.cancel()
 
 
-async def test_metrics_are_kept_in_one_place() -> None:
+async def test_metrics_are_kept_in_one_place():
     """Requests that any HTTP process answered are on the one page, with the batches."""
     async with pair() as both:
         seen = RemoteMetrics(both.remote)
@@ -536,7 +535,7 @@ async def test_metrics_are_kept_in_one_place() -> None:
     assert 'quartet_requests_rejected_total{reason="overloaded"} 1.0' in page
 
 
-async def test_metrics_of_several_processes_add_up() -> None:
+async def test_metrics_of_several_processes_add_up():
     """The counts of two HTTP processes are added up, in both; so is their expected load."""
     async with pair() as both:
         other = RemoteDevice()
@@ -562,7 +561,7 @@ async def test_metrics_of_several_processes_add_up() -> None:
     assert f"quartet_request_duration_seconds_count{{{labels}}} 0.0" in page
 
 
-async def test_concurrent_scrapes_are_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_concurrent_scrapes_are_one_request(monkeypatch):
     """An HTTP process requests one page of the inference process for all of them."""
     rendered = []
     render = Metrics._render_in_thread
@@ -575,7 +574,7 @@ async def test_concurrent_scrapes_are_one_request(monkeypatch: pytest.MonkeyPatc
     assert (1, 1) == (len(rendered), len(set(pages)))
 
 
-async def test_lost_log_lines_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lost_log_lines_add_up(monkeypatch):
     """The lines that each process has lost, each counted once."""
     monkeypatch.setattr("service.observability.logs.lost_lines", lambda: 3)  # of both ends
     async with pair() as both:
@@ -584,7 +583,7 @@ async def test_lost_log_lines_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
             assert "quartet_log_lines_lost_total 6.0" in (await seen.page()).decode()
 
 
-async def test_metrics_wait_for_a_device() -> None:
+async def test_metrics_wait_for_a_device():
     """Counts from a time without a device are sent to the next one."""
     async with pair() as both:
         await until(lambda: both.remote.load().ready)
@@ -611,7 +610,7 @@ def texts(tiny_bundle: Path) -> BundleTexts:
     return bundle.read_texts(bundle.load(tiny_bundle))
 
 
-async def test_model_tables_arrive_unchanged(texts: BundleTexts) -> None:
+async def test_model_tables_arrive_unchanged(texts):
     """Models, manifest and tokenizer are sent to subscribers; a later subscriber gets the same."""
     models = (model("tiny@1"), model("tiny@0", "previous"))
     both_texts = {"tiny@1": texts, "tiny@0": texts}
@@ -625,7 +624,7 @@ async def test_model_tables_arrive_unchanged(texts: BundleTexts) -> None:
         assert models == both.subscriber.models
 
 
-async def test_texts_are_sent_once(texts: BundleTexts) -> None:
+async def test_texts_are_sent_once(texts):
     """An HTTP process does not get the texts again that it has."""
     async with pair() as both:
         await both.peers.adopt((model("tiny@1"),), {"tiny@1": texts})
@@ -633,7 +632,7 @@ async def test_texts_are_sent_once(texts: BundleTexts) -> None:
         assert {} == both.subscriber.texts
 
 
-async def test_a_failed_activation_is_reported(texts: BundleTexts) -> None:
+async def test_a_failed_activation_is_reported(texts):
     """The model manager gets the error, and the HTTP process continues as before."""
     async with pair() as both:
         both.subscriber.error = ValueError("the tokenizer cannot be read")
@@ -642,7 +641,7 @@ async def test_a_failed_activation_is_reported(texts: BundleTexts) -> None:
         assert 1 == len(await both.remote.submit([text(1)]))
 
 
-async def test_the_first_model_table_must_be_adopted() -> None:
+async def test_the_first_model_table_must_be_adopted():
     """An HTTP process that cannot adopt it does not start."""
     both = Pair()
     both.subscriber.error = ValueError("the tokenizer cannot be read")
@@ -656,9 +655,7 @@ async def test_the_first_model_table_must_be_adopted() -> None:
 
 
 @pytest.mark.parametrize("dies", [False, True])
-async def test_a_bundle_is_left_when_its_last_request_is_answered(
-    texts: BundleTexts, dies: bool
-) -> None:
+async def test_a_bundle_is_left_when_its_last_request_is_answered(texts, dies):
     """All HTTP processes are waited for, but no dead one; neither is it by the next activation."""
     async with pair() as both:
         both.subscriber.hold.clear()
@@ -675,7 +672,7 @@ async def test_a_bundle_is_left_when_its_last_request_is_answered(
         await asyncio.wait_for(both.peers.adopt((), {}), 30)
 
 
-async def test_a_lost_subscriber_is_not_waited_for(texts: BundleTexts) -> None:
+async def test_a_lost_subscriber_is_not_waited_for(texts):
     """An HTTP process that dies on the way does not keep the others from a new version."""
     async with pair() as both:
         both.subscriber.hold_models.clear()
@@ -686,7 +683,7 @@ async def test_a_lost_subscriber_is_not_waited_for(texts: BundleTexts) -> None:
         await asyncio.wait_for(adopting, 30)
 
 
-async def test_a_process_without_the_served_models_is_not_ready() -> None:
+async def test_a_process_without_the_served_models_is_not_ready():
     """The inference process may be ready, but the HTTP process would find no engine."""
     async with pair() as both:
         await both.lose()
@@ -703,7 +700,7 @@ async def test_a_process_without_the_served_models_is_not_ready() -> None:
 # -- errors in the messages between the processes ----------------------------------------------------------------------
 
 
-async def test_an_error_in_receiving_a_message_costs_its_channel_only() -> None:
+async def test_an_error_in_receiving_a_message_costs_its_channel_only():
     """The HTTP process loses the channel, gets the next one, and sends its unanswered requests again."""
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)
     async with pair() as both, under_way(both, text(1)) as request:
@@ -714,9 +711,7 @@ async def test_an_error_in_receiving_a_message_costs_its_channel_only() -> None:
         assert not both.broken.is_set()
 
 
-async def test_an_unexpected_error_in_an_adoption_closes_the_channel(
-    lines: list[EventDict],
-) -> None:
+async def test_an_unexpected_error_in_an_adoption_closes_the_channel(lines):
     """An HTTP process without a model table would never be ready; without a channel, it gets another."""
     async with pair() as both:
         await both.lose()
@@ -729,7 +724,7 @@ async def test_an_unexpected_error_in_an_adoption_closes_the_channel(
         assert 1 == len(await both.remote.submit([text(1)]))
 
 
-async def test_a_process_that_cannot_adopt_after_a_reconnection_ends() -> None:
+async def test_a_process_that_cannot_adopt_after_a_reconnection_ends():
     """The table of a new inference process comes once, and without it an HTTP process is never ready."""
     async with pair() as both:
         await both.lose()
@@ -738,7 +733,7 @@ async def test_a_process_that_cannot_adopt_after_a_reconnection_ends() -> None:
         await asyncio.wait_for(both.broken.wait(), 30)
 
 
-async def test_a_process_that_dies_after_a_cancelled_command_is_forgotten() -> None:
+async def test_a_process_that_dies_after_a_cancelled_command_is_forgotten():
     """Otherwise every later model table and every unloading would wait for it."""
     async with pair() as both:
         both.subscriber.hold_models.clear()
@@ -750,7 +745,7 @@ async def test_a_process_that_dies_after_a_cancelled_command_is_forgotten() -> N
         await until(lambda: not both.peers._peers)
 
 
-async def test_commands_are_forwarded() -> None:
+async def test_commands_are_forwarded():
     """The inference process executes the commands that an HTTP process received."""
     async with pair() as both:
         command = LoadModel(path="a", by="ops", shadow=0.5)
@@ -761,7 +756,7 @@ async def test_commands_are_forwarded() -> None:
             await both.remote.execute(UnloadModel(model="a@1", by="ops"))
 
 
-async def test_a_lost_command_is_not_sent_again() -> None:
+async def test_a_lost_command_is_not_sent_again():
     """The outcome is unknown, so the administrator gets an error."""
     async with pair() as both:
         both.manager.hold = asyncio.Event()

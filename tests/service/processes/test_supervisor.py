@@ -4,11 +4,9 @@ import asyncio
 import json
 import socket
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from structlog.typing import EventDict
 
 from service import liveness
 from service.keys import Key, load_keys
@@ -53,9 +51,7 @@ def close(*pairs: tuple[Child, ControlChannel]) -> None:
         control._end.close()
 
 
-def test_a_process_that_cannot_be_started_again_ends_the_service(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lines: list[EventDict]
-) -> None:
+def test_a_process_that_cannot_be_started_again_ends_the_service(monkeypatch, tmp_path, lines):
     """After a number of failed starts in a row the service ends, for its supervisor to see."""
     monkeypatch.setattr(liveness, "FAILED_STARTS", 2)
     main = Processes(Settings(bundles=(tmp_path / "nothing",)), [])
@@ -65,9 +61,7 @@ def test_a_process_that_cannot_be_started_again_ends_the_service(
     assert 2 == sum(line["event"] == "the inference process ended" for line in lines)
 
 
-def test_a_system_without_room_for_a_process_is_tried_again(
-    monkeypatch: pytest.MonkeyPatch, lines: list[EventDict]
-) -> None:
+def test_a_system_without_room_for_a_process_is_tried_again(monkeypatch, lines):
     """What the system refuses now it may grant later; if it does not, the service ends."""
     monkeypatch.setattr(sys, "executable", "/nothing")
     assert 4 == asyncio.run(Processes(Settings(), []).run())
@@ -76,7 +70,7 @@ def test_a_system_without_room_for_a_process_is_tried_again(
     assert all("No such file" in problem for problem in problems)
 
 
-async def test_a_channel_that_got_lost_is_made_again(lines: list[EventDict]) -> None:
+async def test_a_channel_that_got_lost_is_made_again(lines):
     """An HTTP process that reports none gets another; reports while there is no inference process are in vain."""
     main = Processes(Settings(), [])
     frontend = child(main, "http")
@@ -95,7 +89,7 @@ async def test_a_channel_that_got_lost_is_made_again(lines: list[EventDict]) -> 
     close(frontend, back)
 
 
-async def test_a_channel_that_cannot_be_made_ends_both(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_channel_that_cannot_be_made_ends_both(monkeypatch):
     """When it did not help for so long, both processes are started again."""
     monkeypatch.setattr(liveness, "CHANNEL_REPEATS", 3)
     main = Processes(Settings(), [])
@@ -103,24 +97,24 @@ async def test_a_channel_that_cannot_be_made_ends_both(monkeypatch: pytest.Monke
     for _ in range(2):
         main._receive_report(frontend[0], {"missing": "P"})
     killed = [made.process for made, _ in (frontend, back)]
-    assert [False, False] == [process.killed for process in killed]  # type: ignore[attr-defined]
+    assert [False, False] == [process.killed for process in killed]
     main._receive_report(frontend[0], {"missing": "P"})
-    assert [True, True] == [process.killed for process in killed]  # type: ignore[attr-defined]
+    assert [True, True] == [process.killed for process in killed]
     close(frontend, back)
 
 
-async def test_a_child_that_takes_no_order_is_ended() -> None:
+async def test_a_child_that_takes_no_order_is_ended():
     """Its queue is full, so it would miss what the others act on; the next one is connected anew."""
     main = Processes(Settings(), [])
     frontend = child(main, "http")
     while frontend[0].control.send(DRAIN):
         pass
     main._send(frontend[0], DRAIN)
-    assert frontend[0].process.killed  # type: ignore[attr-defined]
+    assert frontend[0].process.killed
     close(frontend)
 
 
-async def test_new_keys_reach_children_of_now_and_later() -> None:
+async def test_new_keys_reach_children_of_now_and_later():
     """HTTP processes get them by an order, again if they report it missing, and the next ones at their start."""
     old, new = {"a": Key(sha256="1" * 64)}, {"b": Key(sha256="2" * 64)}
     main = Processes(Settings(keys=old), [])

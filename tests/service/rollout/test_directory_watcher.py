@@ -47,7 +47,7 @@ def watched(curated: Curated) -> Watched:
     return Watched(curated)
 
 
-async def test_what_comes_is_served(watched: Watched) -> None:
+async def test_what_comes_is_served(watched):
     """A bundle is served if two scans find it unchanged; each one stays, and the newest answers for the name."""
     watched.save("a", "2")
     assert ["tiny@1 current"] == await watched.looks(1)
@@ -58,7 +58,7 @@ async def test_what_comes_is_served(watched: Watched) -> None:
     assert ["tiny@4 current", "tiny@3 previous", "tiny@2 pinned"] == await watched.looks()
 
 
-async def test_of_several_the_last_answers(watched: Watched) -> None:
+async def test_of_several_the_last_answers(watched):
     """At the first scan, none of the others does in between."""
     for version in ("2", "3", "4"):
         watched.save(version, version)
@@ -69,7 +69,7 @@ async def test_of_several_the_last_answers(watched: Watched) -> None:
     assert {"tiny@1", "tiny@2", "tiny@3", "tiny@4"} == {*watched.curated.device.texts}
 
 
-async def test_what_is_moved_here_comes_when_it_is_moved(watched: Watched) -> None:
+async def test_what_is_moved_here_comes_when_it_is_moved(watched):
     """However long before it was written."""
     written = watched.save(".b", "3")
     watched.save("a", "2")
@@ -78,7 +78,7 @@ async def test_what_is_moved_here_comes_when_it_is_moved(watched: Watched) -> No
     assert ["tiny@3 current", "tiny@2 previous"] == await watched.looks()
 
 
-async def test_what_is_replaced_is_exchanged(watched: Watched) -> None:
+async def test_what_is_replaced_is_exchanged(watched):
     """The old one is kept for a step back, until the next one comes."""
     watched.save("a", "2")
     await watched.looks()
@@ -88,7 +88,7 @@ async def test_what_is_replaced_is_exchanged(watched: Watched) -> None:
     assert ["tiny@4 current", "tiny@3 previous"] == await watched.looks()
 
 
-async def test_a_name_is_answered_for_while_its_directory_changes(watched: Watched) -> None:
+async def test_a_name_is_answered_for_while_its_directory_changes(watched):
     """The bundle in the new directory is served before the bundle in the old one is unloaded."""
     watched.save("a", "2")
     watched.save("b", "1", name="other")
@@ -102,7 +102,7 @@ async def test_a_name_is_answered_for_while_its_directory_changes(watched: Watch
     assert all("tiny" in {model.name for model in models} for models in since)
 
 
-async def test_what_goes_is_served_no_longer(watched: Watched) -> None:
+async def test_what_goes_is_served_no_longer(watched):
     """Not at the first scan that misses it, and the last one stays until there is another."""
     watched.save("a", "2")
     await watched.looks()
@@ -120,7 +120,7 @@ async def test_what_goes_is_served_no_longer(watched: Watched) -> None:
     assert ["other@3 current"] == await watched.looks()
 
 
-async def test_what_comes_back_while_it_goes_is_served_when_it_has_gone(watched: Watched) -> None:
+async def test_what_comes_back_while_it_goes_is_served_when_it_has_gone(watched):
     """It is logged once; a bundle that is refused for another reason is not loaded again in every scan."""
     watched.save("a", "2")
     await watched.looks()
@@ -141,15 +141,13 @@ async def test_what_comes_back_while_it_goes_is_served_when_it_has_gone(watched:
     assert ["tiny@1 current"] == await watched.looks()
 
 
-async def test_what_cannot_be_read_stays_as_it_is(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_cannot_be_read_stays_as_it_is(watched, monkeypatch):
     """It counts neither as removed nor as changed, and is unchanged when it can be read again."""
     kept, new = watched.save("a", "2"), watched.curated.models_dir / "b"
     expected = await watched.looks()
     able = directory_watcher.examine
 
-    def examine(folder: Path) -> directory_watcher.SeenBundle:
+    def examine(folder):
         if folder in (kept, new):
             raise PermissionError(13, "Permission denied")
         return able(folder)
@@ -162,7 +160,7 @@ async def test_what_cannot_be_read_stays_as_it_is(
     assert ["tiny@3 current", "tiny@2 previous"] == await watched.looks()
 
 
-async def test_a_copy_that_is_under_way_is_left_alone(watched: Watched) -> None:
+async def test_a_copy_that_is_under_way_is_left_alone(watched):
     """An incomplete copy is not logged; it is served once it is complete."""
     whole = watched.save("a", "2").rename(watched.curated.models_dir / ".a")
     part = watched.curated.models_dir / "a"
@@ -178,7 +176,7 @@ async def test_a_copy_that_is_under_way_is_left_alone(watched: Watched) -> None:
     assert ["tiny@2 current", "tiny@1 previous"] == await watched.looks(1)
 
 
-async def test_a_refused_bundle_is_logged_once(watched: Watched) -> None:
+async def test_a_refused_bundle_is_logged_once(watched):
     """It is loaded again after a change; the current version keeps serving."""
     good = watched.save("good", "2")
     await watched.looks()
@@ -195,7 +193,7 @@ async def test_a_refused_bundle_is_logged_once(watched: Watched) -> None:
     assert good.is_dir()
 
 
-async def test_another_embedding_space_is_not_for_a_directory_to_bring(watched: Watched) -> None:
+async def test_another_embedding_space_is_not_for_a_directory_to_bring(watched):
     """That takes an order which says so."""
     watched.save("a", "2", embedding_space="another")
     with capture_logs() as logs:
@@ -203,7 +201,7 @@ async def test_another_embedding_space_is_not_for_a_directory_to_bring(watched: 
     assert ["another embedding space" in line["reason"] for line in logs] == [True]
 
 
-async def test_what_an_administrator_decided_stands(watched: Watched) -> None:
+async def test_what_an_administrator_decided_stands(watched):
     """A step back and an unloading, even when another watcher begins: only changes are heeded."""
     watched.save("a", "2")
     watched.save("b", "3")
@@ -217,7 +215,7 @@ async def test_what_an_administrator_decided_stands(watched: Watched) -> None:
     assert expected == await watched.looks(3)
 
 
-async def test_hidden_ones_links_and_others_are_no_bundles(watched: Watched) -> None:
+async def test_hidden_ones_links_and_others_are_no_bundles(watched):
     """Nor is what is just being written by `export`, which is hidden until it is whole."""
     root = watched.curated.models_dir
     watched.save(".hidden", "2")
@@ -227,7 +225,7 @@ async def test_hidden_ones_links_and_others_are_no_bundles(watched: Watched) -> 
     assert {} == scan_bundles(root)
 
 
-async def test_a_directory_that_cannot_be_read_says_nothing(watched: Watched) -> None:
+async def test_a_directory_that_cannot_be_read_says_nothing(watched):
     """The models served from it stay, and the error is logged once."""
     watched.save("a", "2")
     expected = await watched.looks()

@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from structlog.typing import EventDict
 
 from service.api.responses import AdminModelsResponse
-from service.core.bundle import Bundle, BundleError, BundleTexts, describe_file
+from service.core.bundle import BundleError, BundleTexts, describe_file
 from service.core.encode import Window
 from service.engines.commands import ListModels, LoadModel, RollBackModel, UnloadModel
-from service.engines.local_device import LocalDevice, OpenedBundle, open_device
+from service.engines.local_device import LocalDevice, open_device
 from service.engines.model_state import Models
 from service.errors import (
     BadBundle,
@@ -133,7 +132,7 @@ async def curated(
         yield made
 
 
-async def test_a_new_version_answers_and_the_old_one_is_kept(curated: Curated) -> None:
+async def test_a_new_version_answers_and_the_old_one_is_kept(curated):
     """All subscribers get the new version at once, and the administrator gets the result."""
     answer = await curated.release("2")
     assert ["tiny@2 current", "tiny@1 previous"] == await curated.shown()
@@ -146,7 +145,7 @@ async def test_a_new_version_answers_and_the_old_one_is_kept(curated: Curated) -
     )
 
 
-async def test_aliases(curated: Curated, lines: list[EventDict]) -> None:
+async def test_aliases(curated, lines):
     """They come from the settings, stay with the name through new versions, and change by a command."""
     (warning,) = [line for line in lines if line["event"] == "alias of no served model"]
     assert ("gpt", "huge", ["tiny"]) == (warning["alias"], warning["model"], warning["served"])
@@ -159,7 +158,7 @@ async def test_aliases(curated: Curated, lines: list[EventDict]) -> None:
     assert [("bge",)] * 2 == [model["aliases"] for model in kept]
 
 
-async def test_only_one_old_version_is_kept(curated: Curated) -> None:
+async def test_only_one_old_version_is_kept(curated):
     """The one before it is let go of, memory and all."""
     for version in ("2", "3"):
         await curated.release(version)
@@ -167,7 +166,7 @@ async def test_only_one_old_version_is_kept(curated: Curated) -> None:
     assert ["tiny@3 current", "tiny@2 previous"] == await curated.shown()
 
 
-async def test_none_is_kept_where_none_is_to_be(curated: Curated) -> None:
+async def test_none_is_kept_where_none_is_to_be(curated):
     """The old version is unloaded as soon as it has no requests."""
     curated.save("2")
     curated.subscriber.hold.clear()
@@ -180,7 +179,7 @@ async def test_none_is_kept_where_none_is_to_be(curated: Curated) -> None:
     assert ["tiny@2 current"] == await curated.shown()
 
 
-async def test_there_and_back(curated: Curated) -> None:
+async def test_there_and_back(curated):
     """A step back needs nothing to be loaded; there is none behind the first."""
     with pytest.raises(Conflict, match="tiny has no previous version"):
         await curated.roll_back("tiny")
@@ -193,7 +192,7 @@ async def test_there_and_back(curated: Curated) -> None:
         assert expected == curated.subscriber.adopted[-1][0].id
 
 
-async def test_the_same_again_changes_nothing(curated: Curated) -> None:
+async def test_the_same_again_changes_nothing(curated):
     """Loading a version that already answers succeeds, since clients repeat requests; a kept version answers again."""
     await curated.release("2")
     told = len(curated.subscriber.adopted)
@@ -204,7 +203,7 @@ async def test_the_same_again_changes_nothing(curated: Curated) -> None:
     assert ["tiny@2 current", "tiny@1 previous"] == await curated.shown()
 
 
-async def test_contents_have_a_version_of_their_own(curated: Curated) -> None:
+async def test_contents_have_a_version_of_their_own(curated):
     """What `name@version` answers does not change while it is served."""
     curated.save("1", weights_license="another")
     with pytest.raises(Conflict, match="tiny@1 is served with other contents"):
@@ -212,7 +211,7 @@ async def test_contents_have_a_version_of_their_own(curated: Curated) -> None:
     assert ["tiny@1 current"] == await curated.shown()
 
 
-async def test_an_unloading_bundle_is_not_loaded_again(curated: Curated) -> None:
+async def test_an_unloading_bundle_is_not_loaded_again(curated):
     """Two bundles of one id could not be told apart."""
     curated.save("2")
     curated.subscriber.hold.clear()
@@ -254,9 +253,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("how", BROKEN)
-async def test_what_must_not_be_served_changes_nothing(
-    curated: Curated, how: str, lines: list[EventDict]
-) -> None:
+async def test_what_must_not_be_served_changes_nothing(curated, how, lines):
     """It is refused with the reason, and only the log shows the attempt to others."""
     breaking, said = BROKEN[how]
     breaking(curated.save("2"))
@@ -270,7 +267,7 @@ async def test_what_must_not_be_served_changes_nothing(
     assert ("load", "2", "ops") == (told["order"], told["path"], told["by"])
 
 
-async def test_a_failed_activation_is_reverted(curated: Curated) -> None:
+async def test_a_failed_activation_is_reverted(curated):
     """A bundle that one HTTP process cannot read is served by none."""
     curated.save("2")
     curated.subscriber.problem = "the tokenizer cannot be read"
@@ -282,15 +279,13 @@ async def test_a_failed_activation_is_reverted(curated: Curated) -> None:
     assert [] == curated.reports
 
 
-async def test_loading_is_seen_and_serving_goes_on(
-    curated: Curated, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_loading_is_seen_and_serving_goes_on(curated, monkeypatch):
     """It happens in a thread, one bundle at a time."""
     opening, go_on = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     open_really = LocalDevice.open
 
-    def open_slowly(device: LocalDevice, bundle: Bundle) -> OpenedBundle:
+    def open_slowly(device, bundle):
         loop.call_soon_threadsafe(opening.set)
         asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(30)
         return open_really(device, bundle)
@@ -309,15 +304,13 @@ async def test_loading_is_seen_and_serving_goes_on(
     assert ["tiny@3 current", "tiny@2 previous"] == await curated.shown()
 
 
-async def test_a_slow_load_does_not_stop_others(
-    curated: Curated, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_slow_load_does_not_stop_others(curated, monkeypatch):
     """After a while the next load starts, and the slow one is completed later."""
     monkeypatch.setattr(model_manager, "LOAD_ALONE_S", 0.05)
     go_on = threading.Event()
     open_really = LocalDevice.open
 
-    def open_slowly(device: LocalDevice, bundle: Bundle) -> OpenedBundle:
+    def open_slowly(device, bundle):
         assert bundle.manifest.version != "2" or go_on.wait(30)
         return open_really(device, bundle)
 
@@ -330,9 +323,7 @@ async def test_a_slow_load_does_not_stop_others(
     assert "tiny@2 current" in await curated.shown()
 
 
-async def test_a_load_that_cannot_be_stopped(
-    curated: Curated, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_load_that_cannot_be_stopped(curated, monkeypatch):
     """Its command fails at the time limit, though the runtime goes on."""
     monkeypatch.setattr(model_manager, "STOP_S", 0.1)
     curated.manager._settings = curated.settings.model_copy(update={"load_timeout_s": 0.1})
@@ -344,7 +335,7 @@ async def test_a_load_that_cannot_be_stopped(
     assert ["tiny@1 current"] == await curated.shown()
 
 
-async def test_a_disconnect_does_not_stop_a_command(curated: Curated) -> None:
+async def test_a_disconnect_does_not_stop_a_command(curated):
     """The command of a client that disconnects is completed."""
     curated.save("2")
     order = asyncio.create_task(curated.load("2"))
@@ -358,7 +349,7 @@ async def test_a_disconnect_does_not_stop_a_command(curated: Curated) -> None:
 # -- going --------------------------------------------------------------------------------------------
 
 
-async def test_unloading(curated: Curated) -> None:
+async def test_unloading(curated):
     """The one before answers again; the last one stays."""
     await curated.release("2")
     assert {"unloaded": "tiny@2", "current": "tiny@1"} == await curated.unload("tiny@2")
@@ -370,9 +361,7 @@ async def test_unloading(curated: Curated) -> None:
         await curated.unload("tiny@2")
 
 
-async def test_what_was_accepted_is_answered_before_it_goes(
-    curated: Curated, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_was_accepted_is_answered_before_it_goes(curated, monkeypatch):
     """Nothing that waits fails because its bundle is unloaded."""
     await curated.release("2")
     ids = np.arange(5, 9)
@@ -381,7 +370,7 @@ async def test_what_was_accepted_is_answered_before_it_goes(
     loop = asyncio.get_running_loop()
     run = curated.device._runners["tiny@1"].run
 
-    def run_slowly(*batch: Any) -> Any:
+    def run_slowly(*batch):
         asyncio.run_coroutine_threadsafe(hold.wait(), loop).result(30)
         return run(*batch)
 
@@ -401,7 +390,7 @@ async def test_what_was_accepted_is_answered_before_it_goes(
     assert "tiny@1" not in curated.device.texts
 
 
-async def test_a_bundle_leaves_nothing_behind(curated: Curated) -> None:
+async def test_a_bundle_leaves_nothing_behind(curated):
     """Neither a session nor a queue."""
     await curated.release("2")
     session = weakref.ref(curated.device._runners["tiny@2"]._sessions[1])
@@ -411,7 +400,7 @@ async def test_a_bundle_leaves_nothing_behind(curated: Curated) -> None:
     assert ["tiny@1"] == [*curated.device.load().rates]
 
 
-async def test_the_metrics_tell_of_what_is_there(curated: Curated) -> None:
+async def test_the_metrics_tell_of_what_is_there(curated):
     """Each bundle has its state; an unloaded one has no series, although HTTP processes may still report it."""
     await curated.release("2")
     page = curated.metrics.render().decode()
@@ -428,7 +417,7 @@ async def test_the_metrics_tell_of_what_is_there(curated: Curated) -> None:
     assert b"tiny@1" not in curated.metrics.render()
 
 
-async def test_orders_are_counted(curated: Curated) -> None:
+async def test_orders_are_counted(curated):
     """Those that were done and those that were refused; to be shown what is there changes nothing."""
     await curated.release("2")
     with pytest.raises(BadBundle):
@@ -441,7 +430,7 @@ async def test_orders_are_counted(curated: Curated) -> None:
     )
 
 
-async def test_one_may_stand_by_first(curated: Curated) -> None:
+async def test_one_may_stand_by_first(curated):
     """It answers by its full id, in any embedding space, until it is promoted."""
     curated.save("2", embedding_space="another")
     answer = await curated.load("2", promote=False)
@@ -463,7 +452,7 @@ def check(counts: Counts) -> None:
     check_answers("tiny@2", counts, max_changed=0.01, min_compared=100)
 
 
-def test_so_many_answers_may_change() -> None:
+def test_so_many_answers_may_change():
     """The limit holds for each head; dropped copies do not count."""
     check({"a": {"same": 99, "changed": 1, "dropped": 50}, "b": {"same": 1}})
 
@@ -477,7 +466,7 @@ def test_so_many_answers_may_change() -> None:
         ({"a": {"same": 98, "changed": 1, "dropped": 50}}, "min_compared"),
     ],
 )
-def test_changed_answers_are_refused(counts: Counts, param: str) -> None:
+def test_changed_answers_are_refused(counts, param):
     """So are those that failed, and too few."""
     with pytest.raises(ChangedAnswers) as refused:
         check(counts)
@@ -488,7 +477,7 @@ def test_changed_answers_are_refused(counts: Counts, param: str) -> None:
 
 
 @pytest.mark.parametrize("space", ["another", None])
-async def test_another_embedding_space_must_be_wanted(curated: Curated, space: str | None) -> None:
+async def test_another_embedding_space_must_be_wanted(curated, space):
     """Vectors of two spaces, or of one that is not known, cannot be compared."""
     curated.save("2", embedding_space=space)
     with pytest.raises(NewEmbeddingSpace, match=rf"tiny@2 has another embedding space \({space}\)"):
@@ -498,14 +487,14 @@ async def test_another_embedding_space_must_be_wanted(curated: Curated, space: s
     assert space == answer["model"]["embedding_space"] != answer["previous"]["embedding_space"]
 
 
-async def test_a_step_back_is_always_allowed(curated: Curated) -> None:
+async def test_a_step_back_is_always_allowed(curated):
     """The vectors that people have are rather of the old space."""
     curated.save("2", embedding_space="another")
     await curated.load("2", allow_new_embedding_space=True)
     assert "tiny@1" == (await curated.roll_back("tiny"))["model"]["id"]
 
 
-async def test_bundles_without_vectors_have_no_space(curated: Curated) -> None:
+async def test_bundles_without_vectors_have_no_space(curated):
     """Missing embedding spaces are not compared."""
     second = curated.save("2", embedding_space=None)
     heads = read_manifest(second)["heads"]
@@ -525,7 +514,7 @@ async def test_bundles_without_vectors_have_no_space(curated: Curated) -> None:
         *("link", "link/inside"),  # whose target may change, or be outside of the directory
     ],
 )
-def test_paths_lead_nowhere_else(tmp_path: Path, path: str) -> None:
+def test_paths_lead_nowhere_else(tmp_path, path):
     """Neither out of the directory, nor to what is not there yet or can be no file."""
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
@@ -533,7 +522,7 @@ def test_paths_lead_nowhere_else(tmp_path: Path, path: str) -> None:
         locate(tmp_path, path)
 
 
-def test_paths_by_name_or_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_by_name_or_whole(tmp_path, monkeypatch):
     """A name is one in the directory, from wherever the service was started."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
@@ -541,7 +530,7 @@ def test_paths_by_name_or_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert tmp_path / "models" / "a" == locate(Path("models"), str(path))
 
 
-def test_without_a_directory_nothing_comes() -> None:
+def test_without_a_directory_nothing_comes():
     """The operator decides from where bundles may be loaded."""
     with pytest.raises(Forbidden, match="models_dir is unset"):
         locate(None, "a")
@@ -560,7 +549,7 @@ async def again(curated: Curated) -> AsyncIterator[Curated]:
         yield made
 
 
-async def test_the_next_process_serves_the_same(curated: Curated) -> None:
+async def test_the_next_process_serves_the_same(curated):
     """Versions, their states and since when, in their order."""
     await curated.release("2")
     await curated.roll_back("tiny")
@@ -569,9 +558,7 @@ async def test_the_next_process_serves_the_same(curated: Curated) -> None:
         assert ["tiny@1 current", "tiny@2 previous"] == await after.shown()
 
 
-async def test_what_cannot_be_opened_again_is_left_out(
-    curated: Curated, lines: list[EventDict]
-) -> None:
+async def test_what_cannot_be_opened_again_is_left_out(curated, lines):
     """A line is logged; the previous version answers again."""
     await curated.release("2")
     shutil.rmtree(curated.models_dir / "2")
@@ -581,7 +568,7 @@ async def test_what_cannot_be_opened_again_is_left_out(
     assert [("not served again", "tiny@2")] == told
 
 
-async def test_a_changed_bundle_is_logged(curated: Curated, lines: list[EventDict]) -> None:
+async def test_a_changed_bundle_is_logged(curated, lines):
     """A directory with another bundle in it is served, but does not answer for the name of the one that was there."""
     await curated.release("2")
     save_version(curated.full, curated.models_dir / "2", "3")
@@ -591,7 +578,7 @@ async def test_a_changed_bundle_is_logged(curated: Curated, lines: list[EventDic
     assert [("changed since it was served", "tiny@3")] == told
 
 
-async def test_nothing_left_is_an_error(curated: Curated) -> None:
+async def test_nothing_left_is_an_error(curated):
     """A process that can serve nothing does not start."""
     curated.save("2")
     await curated.load("2", keep_old=False)

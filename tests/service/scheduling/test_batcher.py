@@ -24,7 +24,6 @@ from service.core.encode import Encoding
 from service.scheduling.batcher import Batcher
 from service.scheduling.cost_model import Cost, Estimator, Sample
 from service.scheduling.entries import Entry, EntryOutcome, Heads, Outcome
-from service.scheduling.executor import BatchStats
 from service.scheduling.fair_queue import (
     FIRST_TRIAL,
     MAX_SKIPPED,
@@ -161,7 +160,7 @@ class Gate:
         self.started += 1
         self._loop.call_soon_threadsafe(self._running.put_nowait, running)
         assert self._passes.acquire(timeout=30)
-        return self._answer(width, bundle, encodings)  # type: ignore[no-any-return]
+        return self._answer(width, bundle, encodings)
 
     async def batch(self) -> Running:
         """The next batch that starts."""
@@ -217,7 +216,7 @@ async def settle() -> None:
 # The plan
 
 
-async def test_plan_skips_the_late_and_the_cancelled() -> None:
+async def test_plan_skips_the_late_and_the_cancelled():
     """Entries that cannot be answered any more are not computed."""
     alive, late, cancelled = text(deadline=10.1), text(deadline=10.0), text()
     future = asyncio.get_running_loop().create_future()
@@ -228,13 +227,13 @@ async def test_plan_skips_the_late_and_the_cancelled() -> None:
     assert plan([cancelled, late, alive], FIXED, ROOMY, now=10.0) == [alive]
 
 
-def test_plan_keeps_to_the_bundle_of_its_head() -> None:
+def test_plan_keeps_to_the_bundle_of_its_head():
     """Two models never share a batch."""
     ours = texts(2)
     assert plan([ours[0], text(bundle="other@1"), ours[1]], FIXED, ROOMY, 0.0) == ours
 
 
-def test_plan_batches_an_unbatched_entry_alone() -> None:
+def test_plan_batches_an_unbatched_entry_alone():
     """Such an entry is batched with no other entry."""
     ours, alone = texts(2), text(unbatched=True)
     assert plan([alone, *ours], FIXED, ROOMY, 0.0) == [alone]
@@ -256,13 +255,13 @@ LONG = Budget(tokens=16_384, size=64, area=2**25)  # B * S * S
         (128, [128] * 63, [128] * 64),
     ],
 )
-def test_plan_bounds_the_pairs_of_slots(first: int, others: list[int], batch: list[int]) -> None:
+def test_plan_bounds_the_pairs_of_slots(first, others, batch):
     """Where attention stores a number for all pairs of slots, a long text shares its batch with no short one."""
     entries = [text(first), *map(text, others)]
     assert batch == lengths(plan(entries, STEEP, LONG, 0.0))
 
 
-def test_pairs_of_slots_are_counted_as_they_are_laid_out() -> None:
+def test_pairs_of_slots_are_counted_as_they_are_laid_out():
     """Two sequences of up to nine tokens have 16 slots each, on a GPU."""
     assert 2 * 16 * 16 == area(2, 9)
     entries = [text(9), text(8)]
@@ -270,7 +269,7 @@ def test_pairs_of_slots_are_counted_as_they_are_laid_out() -> None:
     assert [9] == lengths(plan(entries, FIXED, Budget(100, 9, area=511), 0.0))
 
 
-async def test_pairs_of_slots_are_bounded_by_bundle(gate: Gate) -> None:
+async def test_pairs_of_slots_are_bounded_by_bundle(gate):
     """A bundle's batches, and the rate at which its queue drains, keep to its own bound."""
     async with serving(gate, bundles=["m@1"]) as batcher:
         batcher.add_bundle("biased@1", costing(FIXED), area=2 * 64 * 64)
@@ -308,7 +307,7 @@ QUADRATIC = Cost(0.0, 0.01, 0.001)
         ([10] * 60, CHEAP, ROOMY, [10] * 9),  # within a hundredth of the speed of sixty
     ],
 )
-def test_plan(waiting: list[int], cost: Cost, budget: Budget, batch: list[int]) -> None:
+def test_plan(waiting, cost, budget, batch):
     """A batch starts with the first in line, and takes those that make a token cheaper."""
     entries = [*map(text, waiting)]
     planned = plan(entries, cost, budget, 0.0)
@@ -322,9 +321,7 @@ def test_plan(waiting: list[int], cost: Cost, budget: Budget, batch: list[int]) 
     st.integers(1, 120),
     st.integers(1, 6),
 )
-def test_plan_is_never_dearer_than_its_head_alone(
-    sizes: list[int], terms: tuple[float, float, float], tokens: int, size: int
-) -> None:
+def test_plan_is_never_dearer_than_its_head_alone(sizes, terms, tokens, size):
     """For all costs and budgets, companions make a token cheaper, and the budget holds."""
     cost = Cost(*terms)
     batch = lengths(plan([text(size) for size in sizes], cost, Budget(tokens, size), 0.0))
@@ -336,9 +333,7 @@ def test_plan_is_never_dearer_than_its_head_alone(
 # Answers
 
 
-async def test_each_entry_of_a_bundle_that_is_served_alone_has_a_batch_of_its_own(
-    gate: Gate,
-) -> None:
+async def test_each_entry_of_a_bundle_that_is_served_alone_has_a_batch_of_its_own(gate):
     """Its queue drains at the speed of single entries, other models are batched, and no entry waits for companions."""
     async with serving(gate, bundles=["m@1"], max_wait_ms=60_000) as batcher:
         batcher.add_bundle("alone@1", costing(FIXED), unbatched=True)
@@ -354,17 +349,17 @@ async def test_each_entry_of_a_bundle_that_is_served_alone_has_a_batch_of_its_ow
         assert batcher.load().rates["m@1"] == FIXED.tokens_per_second([64] * 64)
 
 
-async def test_an_empty_request_has_an_empty_answer() -> None:
+async def test_an_empty_request_has_an_empty_answer():
     """Nothing is queued for it."""
     async with serving(echo) as batcher:
         assert await batcher.submit([]) == []
 
 
-async def test_outcomes_and_metrics_report_their_batch() -> None:
+async def test_outcomes_and_metrics_report_their_batch():
     """30 tokens in a batch padded to 2 x 20 waited a second and ran for two."""
     clock = Clock()
     clock.now = 5.0
-    seen: list[BatchStats] = []
+    seen = []
     async with serving(timed(clock, lambda _: 2.0), clock=clock, observe=seen.append) as batcher:
         outcomes = await batcher.submit([text(10, arrival=4.0), text(20, arrival=3.0)])
     times = [(o.queue_s, o.inference_s, o.batch_size, o.batch_tokens) for o in outcomes]
@@ -374,7 +369,7 @@ async def test_outcomes_and_metrics_report_their_batch() -> None:
     assert [40 / 30] * 2 == pytest.approx([outcomes[0].padding_ratio, stats.padding_ratio])
 
 
-async def test_outcomes_are_reported_as_their_batches_end() -> None:
+async def test_outcomes_are_reported_as_their_batches_end():
     """Each entry's outcome is reported once, before the request is answered."""
     gate, told = Gate(), []
     async with serving(gate, max_batch_size=1) as batcher:
@@ -390,10 +385,10 @@ async def test_outcomes_are_reported_as_their_batches_end() -> None:
         assert await asked == [outcome for _, outcome in told]
 
 
-async def test_a_failing_callback_fails_its_request_alone() -> None:
+async def test_a_failing_callback_fails_its_request_alone():
     """A callback that raises fails its own request; the others are answered."""
 
-    def on_outcome(*_: object) -> None:
+    def on_outcome(*_):
         raise OSError("closed")
 
     async with serving(echo) as batcher:
@@ -404,21 +399,21 @@ async def test_a_failing_callback_fails_its_request_alone() -> None:
         assert 2 == len(await good)
 
 
-async def test_an_answer_has_left_before_anything_is_learnt_of_it() -> None:
+async def test_an_answer_has_left_before_anything_is_learnt_of_it():
     """Updating the cost model takes up to a millisecond, and no response waits for it.
 
     In a process of its own an answer leaves two turns of the event loop after its future is done: a callback of the
     future sends it, and what one turn sends is written together in the next.
     """
-    order: list[str] = []
+    order = []
     estimators = costing(FIXED)
     refine = estimators[1].refine
 
-    def refined(sample: Sample) -> None:
+    def refined(sample):
         order.append("learnt")
         refine(sample)
 
-    estimators[1].refine = refined  # type: ignore[method-assign]
+    estimators[1].refine = refined
     async with serving(echo, bundles=[], observe=lambda _: order.append("told")) as batcher:
         batcher.add_bundle("m@1", estimators)
         await batcher.submit(texts(1))
@@ -428,7 +423,7 @@ async def test_an_answer_has_left_before_anything_is_learnt_of_it() -> None:
     assert order == ["sent", "written", "learnt", "told"]
 
 
-async def test_the_cost_is_refined_by_real_batches() -> None:
+async def test_the_cost_is_refined_by_real_batches():
     """A model that turns out slower than its estimate is soon known to be."""
     clock, estimators = Clock(), costing(FIXED)
     async with serving(timed(clock, lambda _: 3.0), bundles=[], clock=clock) as batcher:
@@ -438,18 +433,18 @@ async def test_the_cost_is_refined_by_real_batches() -> None:
     assert estimators[1].cost.seconds(10, 1, 10) == pytest.approx(3.0, rel=0.01)
 
 
-async def test_mask_tokens_count_in_the_expected_time_and_in_the_cost() -> None:
+async def test_mask_tokens_count_in_the_expected_time_and_in_the_cost():
     """Their logits cost time: the expected time of a batch, the drain rate and the fitted cost include them."""
 
-    def answer(width: int, bundle: str, encodings: Sequence[Encoding]) -> Answers:
+    def answer(width, bundle, encodings):
         return [dict.fromkeys(("masks", "other"), np.zeros(1, np.float32)) for _ in encodings]
 
     gate, clock = Gate(answer), Clock()
     estimators = costing(Cost(1.0, 0.01, 0.0, per_mask=0.5))
-    samples: list[Sample] = []
-    estimators[1].refine = samples.append  # type: ignore[method-assign]
+    samples = []
+    estimators[1].refine = samples.append
 
-    def count_masks(window: Encoding, heads: Heads) -> int:
+    def count_masks(window, heads):
         return len(window) // 2 if heads == ("masks",) else 0
 
     async with serving(gate, bundles=[], clock=clock, max_batch_size=2) as batcher:
@@ -471,7 +466,7 @@ async def test_mask_tokens_count_in_the_expected_time_and_in_the_cost() -> None:
 # Order
 
 
-async def test_one_text_behind_a_thousand_waits_for_one_batch(gate: Gate) -> None:
+async def test_one_text_behind_a_thousand_waits_for_one_batch(gate):
     """A single text that arrives while a thousand wait is in the next batch."""
     async with serving(gate, max_batch_size=8) as batcher:
         bulk = await submitted(batcher, texts(1000))
@@ -488,9 +483,7 @@ async def test_one_text_behind_a_thousand_waits_for_one_batch(gate: Gate) -> Non
 
 
 @pytest.mark.parametrize(("before", "ahead"), [(0, {0, 1, 2}), (10, {-1, 0, 1})])
-async def test_two_large_requests_share_the_replica_by_tokens(
-    gate: Gate, before: int, ahead: set[int]
-) -> None:
+async def test_two_large_requests_share_the_replica_by_tokens(gate, before, ahead):
     """Neither gets more than a batch ahead, and one that comes later does not catch up on what it missed."""
     async with serving(gate, LINEAR) as batcher:  # batches of one
         first, second = texts(20), texts(20 - before)
@@ -506,7 +499,7 @@ async def test_two_large_requests_share_the_replica_by_tokens(
     assert {*np.cumsum([1 if taken in ours else -1 for taken in order])} <= ahead
 
 
-async def test_a_flow_that_was_idle_is_served_next(gate: Gate) -> None:
+async def test_a_flow_that_was_idle_is_served_next(gate):
     """One model's backlog holds up another's texts, while they are less than its part, by the batch that runs."""
     async with serving(gate, LINEAR, bundles=["a@1", "b@1"]) as batcher:
         for arrival in range(20):
@@ -519,7 +512,7 @@ async def test_a_flow_that_was_idle_is_served_next(gate: Gate) -> None:
             gate.let()
 
 
-async def test_flows_that_come_together_are_served_as_they_came(gate: Gate) -> None:
+async def test_flows_that_come_together_are_served_as_they_came(gate):
     """Equal charges go by arrival, so no model comes first by its place in a list."""
     async with serving(gate, LINEAR, bundles=["a@1", "b@1", "c@1"]) as batcher:
         await submitted(batcher, [text(bundle="a@1")])
@@ -550,7 +543,7 @@ async def served(
 
 
 @pytest.mark.parametrize("cost", [LINEAR, FIXED, PADDED], ids=["alone", "batched", "by length"])
-async def test_tenants_share_by_what_they_use(gate: Gate, cost: Cost) -> None:
+async def test_tenants_share_by_what_they_use(gate, cost):
     """Of two tenants one has ten times the texts, and another length: each gets half."""
     async with serving(gate, cost, max_batch_size=8) as batcher:
         flows = {
@@ -561,7 +554,7 @@ async def test_tenants_share_by_what_they_use(gate: Gate, cost: Cost) -> None:
     assert given["few"] / given.total() == pytest.approx(0.5, abs=0.1)
 
 
-async def test_the_classes_share_eight_to_one(gate: Gate) -> None:
+async def test_the_classes_share_eight_to_one(gate):
     """Bulk is never starved, however many of its tenants there are it gets no more."""
     async with serving(gate, FIXED, max_batch_size=4) as batcher:
         flows = {"interactive": [text(tenant="i") for _ in range(400)]}
@@ -575,7 +568,7 @@ async def test_the_classes_share_eight_to_one(gate: Gate) -> None:
 
 
 @pytest.mark.parametrize("crowd", [1, POOL_MOST + 50], ids=["a few", "more than a plan looks at"])
-async def test_no_entry_is_skipped_for_ever(gate: Gate, crowd: int) -> None:
+async def test_no_entry_is_skipped_for_ever(gate, crowd):
     """A second text gets its seat although new single texts, due before it, keep coming."""
     async with serving(gate, LINEAR) as batcher:  # batches of one
         pair = texts(2)
@@ -591,7 +584,7 @@ async def test_no_entry_is_skipped_for_ever(gate: Gate, crowd: int) -> None:
     assert MAX_SKIPPED < seats.index(number(pair[1])) <= MAX_SKIPPED + 2
 
 
-async def test_a_seat_starts_the_count_again(gate: Gate) -> None:
+async def test_a_seat_starts_the_count_again(gate):
     """Large requests among single texts get a seat every so often, each of them, and no more."""
     async with serving(gate, LINEAR) as batcher:  # batches of one
         large = [texts(3), texts(3)]
@@ -608,7 +601,7 @@ async def test_a_seat_starts_the_count_again(gate: Gate) -> None:
         assert MAX_SKIPPED < third - second <= MAX_SKIPPED + 2
 
 
-async def test_a_skipped_entry_is_scheduled_once_next_to_other_flows(gate: Gate) -> None:
+async def test_a_skipped_entry_is_scheduled_once_next_to_other_flows(gate):
     """An entry that is due by skips may also be next by virtual time, and is scheduled once."""
     rng = random.Random(0)
     tasks, seats = [], []
@@ -625,7 +618,7 @@ async def test_a_skipped_entry_is_scheduled_once_next_to_other_flows(gate: Gate)
             task.cancel()
 
 
-async def test_two_bundles_take_turns(gate: Gate) -> None:
+async def test_two_bundles_take_turns(gate):
     """Two models with equal backlogs alternate on one slot, and never share a batch."""
     async with serving(gate, bundles=["a@1", "b@1"], max_batch_size=4) as batcher:
         await submitted(batcher, texts(20, bundle="a@1"))
@@ -637,7 +630,7 @@ async def test_two_bundles_take_turns(gate: Gate) -> None:
 # Slots
 
 
-async def test_two_slots_run_in_parallel_each_in_its_own_thread(gate: Gate) -> None:
+async def test_two_slots_run_in_parallel_each_in_its_own_thread(gate):
     """What waits is shared between idle slots, so that one request uses both."""
     async with serving(gate, slots=2) as batcher:
         request = await submitted(batcher, texts(6))
@@ -649,7 +642,7 @@ async def test_two_slots_run_in_parallel_each_in_its_own_thread(gate: Gate) -> N
         assert len(await request) == 6
 
 
-async def test_the_thread_that_ran_last_runs_next(gate: Gate) -> None:
+async def test_the_thread_that_ran_last_runs_next(gate):
     """What a text needs is then in the caches of one core; both threads have been in use before."""
     async with serving(gate, slots=2) as batcher:
         request = await submitted(batcher, texts(2))
@@ -666,16 +659,14 @@ async def test_the_thread_that_ran_last_runs_next(gate: Gate) -> None:
         assert len(set(ran)) == 1
 
 
-async def test_every_slot_has_its_thread_from_the_start() -> None:
+async def test_every_slot_has_its_thread_from_the_start():
     before = {*threading.enumerate()}
     async with serving(echo, slots=3):
         assert len({*threading.enumerate()} - before) == 3
 
 
 @pytest.mark.parametrize(("waiting", "widths"), [(1, [4]), (3, [4]), (4, [1] * 4), (9, [1] * 4)])
-async def test_few_texts_take_every_slot_together(
-    gate: Gate, waiting: int, widths: list[int]
-) -> None:
+async def test_few_texts_take_every_slot_together(gate, waiting, widths):
     """Too few to give each slot one are one batch on all; as many, or more, are a batch on each."""
     async with serving(gate, bundles=[], slots=4, wide=4) as batcher:
         batcher.add_bundle("m@1", costing(FIXED, SOONER, slots=4))
@@ -687,7 +678,7 @@ async def test_few_texts_take_every_slot_together(
         assert len(await request) == waiting
 
 
-async def test_a_wide_batch_needs_every_slot(gate: Gate) -> None:
+async def test_a_wide_batch_needs_every_slot(gate):
     """While one slot is busy, texts take those that are free, one each; after a wide batch, all are."""
     async with serving(gate, bundles=[], slots=2, wide=2, max_batch_size=1) as batcher:
         batcher.add_bundle("m@1", costing(FIXED, SOONER, slots=2))
@@ -707,9 +698,7 @@ async def test_a_wide_batch_needs_every_slot(gate: Gate) -> None:
 
 
 @pytest.mark.parametrize(("narrow", "wide", "chosen"), [(8.0, 4.0, 2), (4.0, 8.0, 1)])
-async def test_the_width_is_chosen_by_what_it_costs(
-    narrow: float, wide: float, chosen: int
-) -> None:
+async def test_the_width_is_chosen_by_what_it_costs(narrow, wide, chosen):
     """A lone text runs where it ends sooner; now and then the other width is tried, and each learns its own cost."""
     clock, widths, estimators = Clock(), [], costing(FIXED, slots=2)
     run = timed(clock, {1: narrow, 2: wide}.__getitem__, widths)
@@ -723,7 +712,7 @@ async def test_the_width_is_chosen_by_what_it_costs(
     assert estimators[2].cost.seconds(10, 1, 10) == pytest.approx(wide, rel=0.05)
 
 
-async def test_a_choice_that_was_wrong_at_the_start_is_soon_right() -> None:
+async def test_a_choice_that_was_wrong_at_the_start_is_soon_right():
     """What all slots cost was measured in a bad moment: they are tried after a few texts, and taken from then on."""
     clock, widths = Clock(), []
     run = timed(clock, lambda width: FIXED.seconds(10, 1, 10) / width, widths)
@@ -740,7 +729,7 @@ async def test_a_choice_that_was_wrong_at_the_start_is_soon_right() -> None:
     assert widths[FIRST_TRIAL:].count(2) > 0.8 * TRIAL_EVERY
 
 
-async def test_texts_that_came_while_a_slot_was_busy_ride_together(gate: Gate) -> None:
+async def test_texts_that_came_while_a_slot_was_busy_ride_together(gate):
     """The busy replica, not a timer, is what makes batches."""
     async with serving(gate) as batcher:
         await submitted(batcher, texts(1))
@@ -756,7 +745,7 @@ async def test_texts_that_came_while_a_slot_was_busy_ride_together(gate: Gate) -
 
 
 @pytest.mark.parametrize(("second", "size"), [("a@1", 2), ("b@1", 1)])
-async def test_max_wait_holds_a_batch_until_it_is_full(gate: Gate, second: str, size: int) -> None:
+async def test_max_wait_holds_a_batch_until_it_is_full(gate, second, size):
     """With a minute to wait, one text waits for a companion, but not while a text of another bundle waits."""
     async with serving(
         gate, bundles=["a@1", "b@1"], max_wait_ms=60_000, max_batch_size=2
@@ -773,9 +762,7 @@ async def test_max_wait_holds_a_batch_until_it_is_full(gate: Gate, second: str, 
     [(2, math.inf, 0.002 - 1e-6, math.inf), (60_000, 1.5, 0.0, 1.5)],
     ids=["the wait ends", "the deadline nears"],
 )
-async def test_a_text_without_companions_is_computed(
-    max_wait_ms: float, deadline_s: float, least_s: float, most_s: float
-) -> None:
+async def test_a_text_without_companions_is_computed(max_wait_ms, deadline_s, least_s, most_s):
     """It is computed alone when its wait ends, or in time to be answered before its deadline."""
     clock = asyncio.get_running_loop().time
     async with serving(echo, max_wait_ms=max_wait_ms, clock=clock) as batcher:
@@ -784,13 +771,13 @@ async def test_a_text_without_companions_is_computed(
     assert least_s <= outcome.queue_s < most_s
 
 
-async def test_an_unbatched_entry_is_not_held() -> None:
+async def test_an_unbatched_entry_is_not_held():
     """There is no company to wait for."""
     async with serving(echo, max_wait_ms=60_000) as batcher:
         assert len(await asyncio.wait_for(batcher.submit([text(unbatched=True)]), 30)) == 1
 
 
-async def test_draining_does_not_wait_for_companions() -> None:
+async def test_draining_does_not_wait_for_companions():
     """Once no request can come, a held batch leaves."""
     async with serving(echo, max_wait_ms=60_000) as batcher:
         held = await submitted(batcher, texts(1))
@@ -798,7 +785,7 @@ async def test_draining_does_not_wait_for_companions() -> None:
         assert len(await held) == 1
 
 
-async def test_batches_that_run_are_known(gate: Gate) -> None:
+async def test_batches_that_run_are_known(gate):
     """What is in a thread, and what it is expected to take, until it is out again."""
     async with serving(gate) as batcher:
         asked = await submitted(batcher, texts(2, 10))
@@ -826,7 +813,7 @@ def blocking(gate: Gate, started: int, seconds: float = 2.0) -> bool:
     return gate.started >= started
 
 
-async def test_a_thread_goes_on_before_its_answers_are_read(gate: Gate) -> None:
+async def test_a_thread_goes_on_before_its_answers_are_read(gate):
     """One batch is prefetched: the thread takes it without the event loop, and no second one."""
     async with serving(gate, LINEAR) as batcher:
         requests = [await submitted(batcher, texts(1)) for _ in range(5)]
@@ -839,7 +826,7 @@ async def test_a_thread_goes_on_before_its_answers_are_read(gate: Gate) -> None:
         assert gate.started == 5
 
 
-async def test_a_prefetched_batch_counts_as_waiting_until_it_begins(gate: Gate) -> None:
+async def test_a_prefetched_batch_counts_as_waiting_until_it_begins(gate):
     """It counts as waiting, like the rest of the queue, until it runs."""
     async with serving(gate, LINEAR) as batcher:
         requests = [await submitted(batcher, texts(1)) for _ in range(5)]
@@ -854,9 +841,7 @@ async def test_a_prefetched_batch_counts_as_waiting_until_it_begins(gate: Gate) 
 
 
 @pytest.mark.parametrize(("waiting", "set_out"), [(3, False), (4, True)])
-async def test_a_batch_that_waits_for_companions_is_not_prefetched(
-    gate: Gate, waiting: int, set_out: bool
-) -> None:
+async def test_a_batch_that_waits_for_companions_is_not_prefetched(gate, waiting, set_out):
     """Where as many as it takes are left behind, those that come could make it no better."""
     async with serving(gate, FIXED, max_batch_size=2) as batcher:
         requests = [await submitted(batcher, texts(1)) for _ in range(1 + waiting)]
@@ -866,7 +851,7 @@ async def test_a_batch_that_waits_for_companions_is_not_prefetched(
         await asyncio.gather(*requests)
 
 
-async def test_the_prefetch_of_a_large_request_is_canceled_for_a_new_one(gate: Gate) -> None:
+async def test_the_prefetch_of_a_large_request_is_canceled_for_a_new_one(gate):
     """A text that comes meanwhile goes before what is left of it, and each of it is computed once."""
     async with serving(gate, LINEAR) as batcher:
         many = texts(5)
@@ -884,7 +869,7 @@ async def test_the_prefetch_of_a_large_request_is_canceled_for_a_new_one(gate: G
         assert sorted(ran) == sorted(map(number, [*many, late]))
 
 
-async def test_a_prefetch_is_canceled_for_another_flow(gate: Gate) -> None:
+async def test_a_prefetch_is_canceled_for_another_flow(gate):
     """The flow with the smallest virtual time gets the slot; the canceled prefetch is next, each entry once."""
     async with serving(gate, LINEAR, bundles=["a@1", "b@1"]) as batcher:
         ours = [text(bundle="a@1") for _ in range(4)]
@@ -898,7 +883,7 @@ async def test_a_prefetch_is_canceled_for_another_flow(gate: Gate) -> None:
         assert ran == [[number(entry)] for entry in (other, *ours[1:])]
 
 
-async def test_a_batch_is_prefetched_while_several_flows_wait(gate: Gate) -> None:
+async def test_a_batch_is_prefetched_while_several_flows_wait(gate):
     """The next flow is known: new entries of waiting flows do not change it."""
     async with serving(gate, LINEAR, bundles=["a@1", "b@1"]) as batcher:
         ours, others = ([text(bundle=bundle) for _ in range(3)] for bundle in ("a@1", "b@1"))
@@ -911,7 +896,7 @@ async def test_a_batch_is_prefetched_while_several_flows_wait(gate: Gate) -> Non
         await asyncio.gather(*requests)
 
 
-async def test_a_canceled_entry_of_a_prefetch_is_not_computed(gate: Gate) -> None:
+async def test_a_canceled_entry_of_a_prefetch_is_not_computed(gate):
     """The next in line takes its place, while the thread still runs the batch before."""
     async with serving(gate, LINEAR) as batcher:
         ours = texts(5)
@@ -927,7 +912,7 @@ async def test_a_canceled_entry_of_a_prefetch_is_not_computed(gate: Gate) -> Non
         assert gate.started == 4
 
 
-async def test_an_entry_canceled_at_its_start_has_no_receiver(gate: Gate) -> None:
+async def test_an_entry_canceled_at_its_start_has_no_receiver(gate):
     """The thread began before the cancellation; the waiting entries are still counted right."""
     async with serving(gate, LINEAR) as batcher:
         requests = [await submitted(batcher, texts(1)) for _ in range(5)]
@@ -943,7 +928,7 @@ async def test_an_entry_canceled_at_its_start_has_no_receiver(gate: Gate) -> Non
         assert batcher.load().queue_tokens == 0
 
 
-async def test_stop_fails_what_is_left_when_the_time_is_over(gate: Gate) -> None:
+async def test_stop_fails_what_is_left_when_the_time_is_over(gate):
     """A replica that hangs does not delay the end: requests fail, and a prefetched batch is not begun."""
     batcher = Batcher(gate, clock=Clock())
     batcher.add_bundle("m@1", costing(LINEAR))
@@ -957,7 +942,7 @@ async def test_stop_fails_what_is_left_when_the_time_is_over(gate: Gate) -> None
     assert not blocking(gate, 2, seconds=0.1)
 
 
-async def test_a_probe_goes_before_all_that_waits() -> None:
+async def test_a_probe_goes_before_all_that_waits():
     """Under load no slot would be idle for it, so a prefetch is canceled; the probe has no part in the statistics."""
     gate, seen = Gate(), []
     async with serving(gate, LINEAR, observe=seen.append) as batcher:
@@ -972,7 +957,7 @@ async def test_a_probe_goes_before_all_that_waits() -> None:
     assert 4 == len(seen)
 
 
-async def test_probes_take_one_slot_and_many_by_turns(gate: Gate) -> None:
+async def test_probes_take_one_slot_and_many_by_turns(gate):
     """All slots are probed if they are idle; one is probed next to a running batch."""
     async with serving(gate, bundles=[], slots=2, wide=2, max_batch_size=1) as batcher:
         batcher.add_bundle("m@1", costing(SOONER, slots=2))
@@ -991,10 +976,10 @@ async def test_probes_take_one_slot_and_many_by_turns(gate: Gate) -> None:
         await asyncio.gather(*probes)
 
 
-async def test_a_probe_fails_as_the_run_does() -> None:
+async def test_a_probe_fails_as_the_run_does():
     """What is raised is raised; a bundle that is not served is unknown."""
 
-    def run(width: int, bundle: str, encodings: Sequence[Encoding], heads: Heads = ()) -> Answers:
+    def run(width, bundle, encodings, heads=()):
         raise ZeroDivisionError
 
     async with serving(run) as batcher:
@@ -1008,9 +993,7 @@ async def test_a_probe_fails_as_the_run_does() -> None:
 
 
 @pytest.mark.parametrize(("per_token", "retry_s"), [(0.01, 9.0), (1e-6, 1.0), (10.0, 60.0)])
-async def test_a_full_queue_is_overloaded_and_says_when_to_retry(
-    gate: Gate, per_token: float, retry_s: float
-) -> None:
+async def test_a_full_queue_is_overloaded_and_says_when_to_retry(gate, per_token, retry_s):
     """900 tokens at 100 a second take 9 seconds. Clients wait for at least a second and at most a minute."""
     async with serving(gate, Cost(0.0, per_token, 0.0), max_queue_tokens=1000) as batcher:
         await submitted(batcher, [text(500)])  # runs, and does not count
@@ -1022,7 +1005,7 @@ async def test_a_full_queue_is_overloaded_and_says_when_to_retry(
         assert not (await submitted(batcher, texts(10))).done()
 
 
-async def test_a_request_is_refused_whole(gate: Gate) -> None:
+async def test_a_request_is_refused_whole(gate):
     """Of a request that does not fit, no entry is queued, and smaller ones still are."""
     async with serving(gate, LINEAR, max_queue_tokens=100) as batcher:
         await submitted(batcher, texts(1))
@@ -1036,9 +1019,7 @@ async def test_a_request_is_refused_whole(gate: Gate) -> None:
 
 
 @pytest.mark.parametrize(("limit", "deadline"), [(50, math.inf), (1000, 1.0)], ids=["room", "time"])
-async def test_what_was_admitted_before_is_not_refused(
-    gate: Gate, limit: int, deadline: float
-) -> None:
+async def test_what_was_admitted_before_is_not_refused(gate, limit, deadline):
     """An admitted request is not refused later, neither for the queue's limit nor for its deadline."""
     async with serving(gate, max_queue_tokens=limit) as batcher:
         for entry in texts(2, 40):
@@ -1058,9 +1039,7 @@ async def test_what_was_admitted_before_is_not_refused(
         (["m@1", "n@1"], ValueError, "one bundle"),
     ],
 )
-async def test_a_request_that_cannot_be_served_is_refused(
-    bundles: list[str], error: type[Exception], said: str | None
-) -> None:
+async def test_a_request_that_cannot_be_served_is_refused(bundles, error, said):
     """It is refused before anything is queued."""
     async with serving(echo, bundles=["m@1", "n@1"], max_queue_tokens=100) as batcher:
         with pytest.raises(error, match=said):
@@ -1068,7 +1047,7 @@ async def test_a_request_that_cannot_be_served_is_refused(
         assert len(await batcher.submit(texts(10))) == 10
 
 
-async def test_a_removed_bundle_answers_what_runs_and_fails_what_waits(gate: Gate) -> None:
+async def test_a_removed_bundle_answers_what_runs_and_fails_what_waits(gate):
     """Unloading a model leaves no request unanswered, and does not change other models."""
     async with serving(gate, LINEAR, bundles=["a@1", "b@1"]) as batcher:
         running = await submitted(batcher, texts(1, bundle="a@1"))
@@ -1084,7 +1063,7 @@ async def test_a_removed_bundle_answers_what_runs_and_fails_what_waits(gate: Gat
         assert len(await running) == len(await other) == 1
 
 
-async def test_load_predicts_full_batches_of_what_waits_on_all_slots(gate: Gate) -> None:
+async def test_load_predicts_full_batches_of_what_waits_on_all_slots(gate):
     """Two slots, batches of 4 x 10 tokens in 1.4 seconds each: 57 tokens a second."""
     async with serving(gate, slots=2, max_batch_size=4) as batcher:
         for _ in range(3):
@@ -1096,10 +1075,10 @@ async def test_load_predicts_full_batches_of_what_waits_on_all_slots(gate: Gate)
     assert load.ready
 
 
-async def test_a_device_that_is_slower_than_expected_is_expected_to_be() -> None:
+async def test_a_device_that_is_slower_than_expected_is_expected_to_be():
     """Slots get work of a second every two seconds, though no batch took longer: it drains at half the speed."""
     clock, gate, estimators = Clock(), Gate(), costing(LINEAR)
-    estimators[1].refine = lambda sample: None  # type: ignore[method-assign]
+    estimators[1].refine = lambda sample: None
     async with serving(gate, clock=clock, bundles=[]) as batcher:
         batcher.add_bundle("m@1", estimators)
         await submitted(batcher, [text(100)])
@@ -1113,7 +1092,7 @@ async def test_a_device_that_is_slower_than_expected_is_expected_to_be() -> None
         assert batcher.load().rates["m@1"] == pytest.approx(50.0, rel=0.05)
 
 
-async def test_what_would_come_too_late_is_refused_early(gate: Gate) -> None:
+async def test_what_would_come_too_late_is_refused_early(gate):
     """900 tokens at 100 a second wait: a text of 10 is answered in 9.1 s, and must have two fifths to spare."""
     async with serving(gate, LINEAR) as batcher:
         await submitted(batcher, [text(500)])
@@ -1125,13 +1104,13 @@ async def test_what_would_come_too_late_is_refused_early(gate: Gate) -> None:
         assert not (await submitted(batcher, [text(deadline=16.0)])).done()
 
 
-async def test_what_is_expected_never_closes_an_empty_queue() -> None:
+async def test_what_is_expected_never_closes_an_empty_queue():
     """An estimate that is too high is corrected only by what runs."""
     async with serving(echo, Cost(0.0, 1000.0, 0.0)) as batcher:
         assert len(await batcher.submit([text(deadline=1.0)])) == 1
 
 
-async def test_a_text_is_not_refused_for_a_thousand_that_let_it_pass(gate: Gate) -> None:
+async def test_a_text_is_not_refused_for_a_thousand_that_let_it_pass(gate):
     """100 s of one request wait, of which a text waits for as much as it brings."""
     async with serving(gate, LINEAR) as batcher:
         await submitted(batcher, texts(1))
@@ -1141,7 +1120,7 @@ async def test_a_text_is_not_refused_for_a_thousand_that_let_it_pass(gate: Gate)
             await batcher.submit([text(100, deadline=1.0)])
 
 
-async def test_a_full_queue_accepts_a_tenant_below_its_share(gate: Gate) -> None:
+async def test_a_full_queue_accepts_a_tenant_below_its_share(gate):
     """One tenant's flood takes from another what it does not use, and nothing else."""
     async with serving(gate, LINEAR, max_queue_tokens=1000) as batcher:
         await submitted(batcher, texts(1))
@@ -1157,9 +1136,9 @@ async def test_a_full_queue_accepts_a_tenant_below_its_share(gate: Gate) -> None
             await batcher.submit([text(tenant="other", priority=1)])
 
 
-async def test_a_look_that_is_plain_refuses_and_admits_as_a_close_one() -> None:
+async def test_a_look_that_is_plain_refuses_and_admits_as_a_close_one():
     """Whether the rates were told before or not, a request is refused by the same limits of room and time."""
-    ends: list[list[bool]] = []
+    ends = []
     for told in (False, True):
         gate = Gate()
         async with serving(gate, LINEAR, max_queue_tokens=1000) as batcher:
@@ -1181,7 +1160,7 @@ async def test_a_look_that_is_plain_refuses_and_admits_as_a_close_one() -> None:
 # Cancelled and late
 
 
-async def test_a_cancelled_request_leaves_the_queue(gate: Gate) -> None:
+async def test_a_cancelled_request_leaves_the_queue(gate):
     """Its tokens are free at once, and no replica ever sees its texts."""
     async with serving(gate, max_queue_tokens=100) as batcher:
         first = await submitted(batcher, texts(1))
@@ -1198,7 +1177,7 @@ async def test_a_cancelled_request_leaves_the_queue(gate: Gate) -> None:
     assert gate.started == 2
 
 
-async def test_canceling_a_running_request_affects_no_other(gate: Gate) -> None:
+async def test_canceling_a_running_request_affects_no_other(gate):
     """Its companions in the batch are answered, and the rest of it never runs."""
     async with serving(gate, max_batch_size=2) as batcher:
         gone = await submitted(batcher, texts(4))
@@ -1210,7 +1189,7 @@ async def test_canceling_a_running_request_affects_no_other(gate: Gate) -> None:
         assert gate.started == 2
 
 
-async def test_cancelled_texts_do_not_pile_up(gate: Gate) -> None:
+async def test_cancelled_texts_do_not_pile_up(gate):
     """A client that cancels again and again costs no memory while another waits."""
     async with serving(gate, LINEAR) as batcher:
         await submitted(batcher, texts(2 * POOL_MOST))
@@ -1228,11 +1207,11 @@ async def test_cancelled_texts_do_not_pile_up(gate: Gate) -> None:
         assert sum(array() is not None for array in arrays) < POOL_MOST
 
 
-async def test_an_answered_request_leaves_nothing_behind() -> None:
+async def test_an_answered_request_leaves_nothing_behind():
     """Inputs and outputs are freed with their last reference; the collector has nothing to do."""
-    kept: list[weakref.ref[NDArray[Any]]] = []
+    kept = []
 
-    def run(width: int, bundle: str, encodings: Sequence[Encoding], heads: Heads = ()) -> Answers:
+    def run(width, bundle, encodings, heads=()):
         answers = echo(width, bundle, encodings)
         kept.extend(weakref.ref(given.input_ids) for given in encodings)
         kept.extend(weakref.ref(answer["h"]) for answer in answers)
@@ -1248,7 +1227,7 @@ async def test_an_answered_request_leaves_nothing_behind() -> None:
         gc.enable()
 
 
-async def test_a_late_entry_is_never_run(gate: Gate) -> None:
+async def test_a_late_entry_is_never_run(gate):
     """Its deadline passed before it came: the replica does not see it."""
     clock = Clock()
     clock.now = 10.0
@@ -1258,7 +1237,7 @@ async def test_a_late_entry_is_never_run(gate: Gate) -> None:
     assert gate.started == 0
 
 
-async def test_a_request_that_grows_late_in_the_queue_fails_when_a_batch_ends(gate: Gate) -> None:
+async def test_a_request_that_grows_late_in_the_queue_fails_when_a_batch_ends(gate):
     """Its other texts go with it, and those that still have time are served."""
     clock = Clock()
     async with serving(gate, clock=clock) as batcher:
@@ -1290,7 +1269,7 @@ def poisoned(*bad: int) -> Callable[[int, str, Sequence[Encoding]], Answers]:
     return run
 
 
-async def test_a_bad_input_fails_alone() -> None:
+async def test_a_bad_input_fails_alone():
     """Of eight requests in one batch, the one that breaks the model gets the error, with cause."""
     bad = text()
     singles = [*texts(5), bad, *texts(2)]
@@ -1308,11 +1287,11 @@ async def test_a_bad_input_fails_alone() -> None:
     assert str(failed[0].__cause__) == "poison"
 
 
-async def test_each_entry_has_an_outcome() -> None:
+async def test_each_entry_has_an_outcome():
     """The outcome of an entry that fails is its error, which is reported and counted; the others have outputs."""
     bad, odd, told, seen = text(), text(), [], []
 
-    def run(width: int, bundle: str, encodings: Sequence[Encoding], heads: Heads = ()) -> Answers:
+    def run(width, bundle, encodings, heads=()):
         answers = poisoned(number(bad))(width, bundle, encodings)
         return [
             {"h": np.full(1, math.nan, np.float32)} if number(given) == number(odd) else answer
@@ -1339,7 +1318,7 @@ def two_heads(width: int, bundle: str, encodings: Sequence[Encoding], heads: Hea
     )
 
 
-async def test_only_the_requested_head_is_checked_and_returned() -> None:
+async def test_only_the_requested_head_is_checked_and_returned():
     """A head whose output overflows on this text does not fail requests for another head."""
     async with serving(two_heads) as batcher:
         (outcome,) = await batcher.submit([text(heads=("h",))])
@@ -1349,11 +1328,11 @@ async def test_only_the_requested_head_is_checked_and_returned() -> None:
         assert "no output 'absent'" in failure(await batcher.submit([text(heads=("absent",))]))
 
 
-async def test_a_batch_computes_the_heads_of_its_entries() -> None:
+async def test_a_batch_computes_the_heads_of_its_entries():
     """It computes those that an entry names, and all where an entry names none."""
-    computed: list[set[str]] = []
+    computed = []
 
-    def run(width: int, bundle: str, encodings: Sequence[Encoding], heads: Heads) -> Answers:
+    def run(width, bundle, encodings, heads):
         computed.append({*heads})
         return [{"a": np.zeros(1, np.float32), "b": np.zeros(1, np.float32)} for _ in encodings]
 
@@ -1363,7 +1342,7 @@ async def test_a_batch_computes_the_heads_of_its_entries() -> None:
     assert [{"a"}, {"a", "b"}, set()] == computed
 
 
-async def test_a_wrong_number_of_results_fails_the_batch() -> None:
+async def test_a_wrong_number_of_results_fails_the_batch():
     """The missing result cannot be identified, so no entry gets another entry's result."""
     async with serving(
         lambda width, bundle, encodings, heads: echo(width, bundle, encodings)[1:]
@@ -1371,11 +1350,11 @@ async def test_a_wrong_number_of_results_fails_the_batch() -> None:
         assert "our bug: a batch of 3 gave 2 results" in failure(await batcher.submit(texts(3)))
 
 
-async def test_failures_do_not_teach_the_cost() -> None:
+async def test_failures_do_not_teach_the_cost():
     """The time of a batch that was halved and run again is not the time of a batch."""
     clock = Clock()
 
-    def run(width: int, bundle: str, encodings: Sequence[Encoding], heads: Heads = ()) -> Answers:
+    def run(width, bundle, encodings, heads=()):
         clock.now += 100.0
         raise RuntimeError
 
@@ -1385,10 +1364,10 @@ async def test_failures_do_not_teach_the_cost() -> None:
         assert batcher.load().rates == {"m@1": FIXED.tokens_per_second([64] * 64)}
 
 
-async def test_a_batch_that_is_lost_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_batch_that_is_lost_fails_alone(caplog):
     """A bug in a replica's thread fails the requests of its batch, is logged, and ends nothing."""
 
-    def run(width: int, bundle: str, encodings: Sequence[Encoding], heads: Heads = ()) -> Any:
+    def run(width, bundle, encodings, heads=()):
         return echo(width, bundle, encodings) if len(encodings[0]) > 1 else [None]
 
     async with serving(run) as batcher:
@@ -1398,10 +1377,10 @@ async def test_a_batch_that_is_lost_fails_alone(caplog: pytest.LogCaptureFixture
     assert "AttributeError" in caplog.text
 
 
-async def test_an_observer_that_fails_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_observer_that_fails_ends_nothing(caplog):
     """An error in the metrics is logged, and requests are answered."""
 
-    def broken(stats: BatchStats) -> None:
+    def broken(stats):
         raise ZeroDivisionError
 
     async with serving(echo, observe=broken) as batcher:
@@ -1410,10 +1389,10 @@ async def test_an_observer_that_fails_ends_nothing(caplog: pytest.LogCaptureFixt
     assert "ZeroDivisionError" in caplog.text
 
 
-async def test_a_batcher_that_breaks_fails_every_waiter(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_batcher_that_breaks_fails_every_waiter(caplog):
     """After a bug in the batcher, no request hangs, none is accepted or served, and it is logged once."""
 
-    def broken() -> float:
+    def broken():
         raise ZeroDivisionError
 
     async with serving(echo, clock=broken) as batcher:
@@ -1430,7 +1409,7 @@ async def test_a_batcher_that_breaks_fails_every_waiter(caplog: pytest.LogCaptur
 # A life
 
 
-async def test_a_batcher_that_was_not_started_is_not_ready() -> None:
+async def test_a_batcher_that_was_not_started_is_not_ready():
     """Requests before the start are refused, not kept."""
     batcher = Batcher(echo)
     batcher.add_bundle("m@1", {1: Estimator()})
@@ -1440,7 +1419,7 @@ async def test_a_batcher_that_was_not_started_is_not_ready() -> None:
     await batcher.stop(0)
 
 
-async def test_stop_answers_everything_that_was_accepted(gate: Gate) -> None:
+async def test_stop_answers_everything_that_was_accepted(gate):
     """New requests are refused at once, old ones are served to the last, and no thread is left."""
     async with serving(gate, max_batch_size=2, slots=2) as batcher:
         accepted = await submitted(batcher, texts(20))
@@ -1528,14 +1507,12 @@ async def impatient(task: Submitted, turns: int) -> None:
     st.integers(1, 80),
     st.integers(1, 8),
 )
-def test_every_request_gets_its_own_answer(
-    script: list[Arrival], cost: Cost, slots: int, tokens: int, size: int
-) -> None:
+def test_every_request_gets_its_own_answer(script, cost, slots, tokens, size):
     """Whatever comes, is cancelled or fails, in any batches: own answers, own errors, none lost."""
     bundles = ["a@1", "b@1"]
     options = {"slots": slots, "max_batch_tokens": tokens, "max_batch_size": size}
 
-    async def play() -> None:
+    async def play():
         async with serving(moody, cost, bundles=bundles, **options) as batcher:
             await asyncio.wait_for(played(script, batcher, bundles), 60)
 

@@ -32,23 +32,23 @@ def samples(cost: Cost = CPU) -> list[Sample]:
     return [sample(size, length, cost) for size, length in SHAPES]
 
 
-def test_seconds_adds_run_tokens_and_attention_slots() -> None:
+def test_seconds_adds_run_tokens_and_attention_slots():
     """Attention works on B * S * S slots, so one long text makes every companion dear."""
     assert Cost(1.0, 0.1, 0.01).seconds(tokens=12, size=2, longest=10) == pytest.approx(4.2)
 
 
-def test_seconds_adds_mask_tokens() -> None:
+def test_seconds_adds_mask_tokens():
     """A fill-mask head computes logits of the vocabulary for each mask token."""
     cost = Cost(1.0, 0.1, 0.01, per_mask=0.5)
     assert cost.seconds(tokens=12, size=2, longest=10, masks=3) == pytest.approx(5.7)
     assert cost.tokens_per_second([5, 5], masks=4) == pytest.approx(10 / (1 + 1 + 0.5 + 2))
 
 
-def test_the_cost_of_mask_tokens_is_found_by_one_sample_of_them() -> None:
+def test_the_cost_of_mask_tokens_is_found_by_one_sample_of_them():
     """Fitted to samples without masks and one with masks, the cost predicts batches with any number of masks."""
     line = Cost(2e-3, 3e-5, 4e-9, per_mask=2e-4)
 
-    def masked(size: int, length: int, masks: int) -> Sample:
+    def masked(size, length, masks):
         shape = size * length, size, length
         return Sample(*shape, line.seconds(*shape, masks), masks)
 
@@ -58,7 +58,7 @@ def test_the_cost_of_mask_tokens_is_found_by_one_sample_of_them() -> None:
         assert found == pytest.approx(taken.seconds, rel=1e-3)
 
 
-def test_batches_of_mask_tokens_do_not_change_the_cost_of_others() -> None:
+def test_batches_of_mask_tokens_do_not_change_the_cost_of_others():
     """After a hundred batches full of masks, batches without any cost what they did before."""
     estimator = Estimator(samples())
     shape = 8 * 64, 8, 64
@@ -70,7 +70,7 @@ def test_batches_of_mask_tokens_do_not_change_the_cost_of_others() -> None:
     assert estimator.cost.seconds(*shape) == pytest.approx(CPU.seconds(*shape), rel=0.1)
 
 
-def test_a_padded_batch_computes_its_padding() -> None:
+def test_a_padded_batch_computes_its_padding():
     """Two texts of 2 and 10 tokens are 20 tokens to a graph that takes a rectangle."""
     cost = Cost(1.0, 0.1, 0.01, padded=True)
     assert cost.computed(tokens=12, size=2, longest=10) == 20
@@ -83,7 +83,7 @@ def test_a_padded_batch_computes_its_padding() -> None:
     [CPU, Cost(1e-3, 1e-6, 0.0), Cost(0.0, 1e-5, 1e-8), Cost(5e-3, 0.0, 0.0)],
     ids=["cpu", "no attention term", "no fixed term", "only a fixed term"],
 )
-def test_fit_finds_the_line_that_made_the_samples(cost: Cost) -> None:
+def test_fit_finds_the_line_that_made_the_samples(cost):
     """Five exact samples give back their own line, zero terms included."""
     fitted = fit(samples(cost))
     expected = [sample(size, length, cost).seconds for size, length in [(4, 64), (32, 256)]]
@@ -92,7 +92,7 @@ def test_fit_finds_the_line_that_made_the_samples(cost: Cost) -> None:
 
 
 @given(st.lists(seconds, min_size=5, max_size=5))
-def test_fit_never_predicts_a_negative_term(measured: list[float]) -> None:
+def test_fit_never_predicts_a_negative_term(measured):
     """Whatever was measured, more work never costs less."""
     odd = [taken._replace(seconds=value) for taken, value in zip(samples(), measured, strict=True)]
     cost = fit(odd)
@@ -100,13 +100,13 @@ def test_fit_never_predicts_a_negative_term(measured: list[float]) -> None:
     assert sample(8, 64, cost).seconds > 0
 
 
-def test_fit_agrees_with_an_exhaustive_search() -> None:
+def test_fit_agrees_with_an_exhaustive_search():
     """No line on a fine grid around the fitted one has a smaller error."""
     noise = np.random.default_rng(0).normal(1, 0.2, len(SHAPES))
     noisy = [sample(*shape, factor=f) for shape, f in zip(SHAPES, noise, strict=True)]
     fitted = fit(noisy)
 
-    def error(cost: Cost) -> float:
+    def error(cost):
         predicted = [cost.seconds(*taken[:3]) / taken.seconds for taken in noisy]
         return sum((ratio - 1) ** 2 for ratio in predicted)
 
@@ -120,7 +120,7 @@ def test_fit_agrees_with_an_exhaustive_search() -> None:
     assert error(fitted) <= min(map(error, around)) + 1e-6
 
 
-def test_one_sample_is_shared_evenly_by_the_terms() -> None:
+def test_one_sample_is_shared_evenly_by_the_terms():
     """Terms that one sample cannot separate share its cost, and the measured batch is predicted exactly."""
     cost = fit([Sample(tokens=100, size=2, longest=50, seconds=0.3)])
     assert cost.per_run == pytest.approx(0.1)
@@ -129,20 +129,20 @@ def test_one_sample_is_shared_evenly_by_the_terms() -> None:
 
 
 @pytest.mark.parametrize("none", [[], [Sample(10, 1, 10, 0.0)]], ids=["no sample", "no time"])
-def test_without_evidence_the_cost_is_a_guess(none: list[Sample]) -> None:
+def test_without_evidence_the_cost_is_a_guess(none):
     """A duration of zero is no evidence."""
     assert fit(none) == GUESS
     assert Estimator(none).cost == GUESS
 
 
-def test_estimator_starts_from_the_warm_up() -> None:
+def test_estimator_starts_from_the_warm_up():
     """Before any batch ran, the estimate is the fit."""
     estimator = Estimator(samples())
     assert estimator.cost == fit(samples())
 
 
 @pytest.mark.parametrize(("before", "after"), [(1.0, 2.0), (30.0, 1.0)], ids=["slower", "stalled"])
-def test_estimator_follows_its_machine(before: float, after: float) -> None:
+def test_estimator_follows_its_machine(before, after):
     """A few hundred batches at another speed outweigh the warm-up."""
     estimator = Estimator([sample(*shape, factor=before) for shape in SHAPES])
     for _ in range(50):
@@ -153,7 +153,7 @@ def test_estimator_follows_its_machine(before: float, after: float) -> None:
 
 
 @pytest.mark.parametrize(("odd", "rel"), [(100, 0.15), (1e-6, 0.2)], ids=["stall", "no time"])
-def test_estimator_shrugs_at_an_odd_batch(odd: float, rel: float) -> None:
+def test_estimator_shrugs_at_an_odd_batch(odd, rel):
     """One batch in eight that takes a hundred times as long, or no time, moves the line by little."""
     estimator = Estimator(samples())
     for _ in range(20):
@@ -163,7 +163,7 @@ def test_estimator_shrugs_at_an_odd_batch(odd: float, rel: float) -> None:
     assert sample(8, 64, estimator.cost).seconds == pytest.approx(sample(8, 64).seconds, rel=rel)
 
 
-def test_estimator_of_padded_batches_learns_what_padding_costs() -> None:
+def test_estimator_of_padded_batches_learns_what_padding_costs():
     """Batches of mixed lengths take what their rectangles take, and teach just that."""
     line = Cost(per_run=2e-3, per_token=6e-5, per_slot=4e-9, padded=True)
     estimator = Estimator(samples(), padded=True)
@@ -176,7 +176,7 @@ def test_estimator_of_padded_batches_learns_what_padding_costs() -> None:
         assert estimator.cost.seconds(*shape) == pytest.approx(line.seconds(*shape), rel=0.05)
 
 
-def test_estimator_remembers_shapes_that_traffic_does_not_show() -> None:
+def test_estimator_remembers_shapes_that_traffic_does_not_show():
     """Thousands of batches of one shape leave the prediction for the others alone."""
     estimator = Estimator(samples())
     for _ in range(2000):
@@ -188,7 +188,7 @@ def test_estimator_remembers_shapes_that_traffic_does_not_show() -> None:
         )
 
 
-def test_estimator_ignores_a_batch_without_duration() -> None:
+def test_estimator_ignores_a_batch_without_duration():
     """A duration of zero does not change the estimate."""
     estimator = Estimator(samples())
     for _ in range(100):
@@ -219,7 +219,7 @@ class Model:
         )
 
 
-def test_measure_times_five_shapes_and_recovers_the_cost() -> None:
+def test_measure_times_five_shapes_and_recovers_the_cost():
     """On a fast model all five shapes fit, twice each, and their fit is the model's own line."""
     model = Model(CPU)
     cost = fit(model.measure())
@@ -230,7 +230,7 @@ def test_measure_times_five_shapes_and_recovers_the_cost() -> None:
 
 
 @pytest.mark.parametrize("slower", [1, 3, 10, 30, 1000])
-def test_measure_keeps_to_its_time(slower: float) -> None:
+def test_measure_keeps_to_its_time(slower):
     """A slow model is measured on fewer shapes; only the very first run may pass the limit."""
     cost = Cost(slower * 1e-3, slower * 4e-5, 0.0)
     model = Model(cost)
@@ -239,7 +239,7 @@ def test_measure_keeps_to_its_time(slower: float) -> None:
     assert model.now - 100.0 <= max(0.3, measured[0].seconds)
 
 
-def test_measure_stays_within_the_longest_window() -> None:
+def test_measure_stays_within_the_longest_window():
     """A model of 64 positions never sees more, and no shape is measured twice."""
     model = Model(CPU)
     measured = model.measure(max_length=64)
@@ -247,14 +247,14 @@ def test_measure_stays_within_the_longest_window() -> None:
     assert len({taken[:3] for taken in measured}) == len(measured)
 
 
-def test_measure_stays_within_the_largest_batch() -> None:
+def test_measure_stays_within_the_largest_batch():
     """Unbatched graphs are measured with single inputs only."""
     measured = Model(CPU).measure(max_size=1)
     assert {taken.size for taken in measured} == {1}
     assert {taken.longest for taken in measured} == {16, 32, 128, 512}
 
 
-def test_a_surprise_corrects_at_once() -> None:
+def test_a_surprise_corrects_at_once():
     """A cost that was measured in a bad moment, of batches that are seldom seen, does not stay wrong."""
     wrong = [Sample(tokens, 1, tokens, 1e-3 * tokens) for tokens in (16, 128, 512)]
     estimator = Estimator(wrong)
@@ -266,7 +266,7 @@ def test_a_surprise_corrects_at_once() -> None:
 
 
 @pytest.mark.parametrize("times", [0.5, 0.9, 1.1, 2.0])
-def test_what_is_about_as_expected_waits_for_others(times: float) -> None:
+def test_what_is_about_as_expected_waits_for_others(times):
     """To fit costs as much as a tenth of a lone text's run: eight are learnt from together, unless one surprises."""
     estimator = Estimator(samples())
     before = estimator.cost
@@ -281,7 +281,7 @@ def test_what_is_about_as_expected_waits_for_others(times: float) -> None:
     assert refits[7]
 
 
-def test_what_takes_twice_as_long_as_expected_drains_at_half_the_speed() -> None:
+def test_what_takes_twice_as_long_as_expected_drains_at_half_the_speed():
     """Soon, whatever it was before; and as soon back again."""
     drain = Drain()
     assert drain.speed == 1.0

@@ -61,13 +61,11 @@ leaving = up_to(600).map(lambda some: [at for at, byte in enumerate(some) if byt
 
 @settings(max_examples=50)
 @given(st.lists(st.tuples(starts, leaving, st.integers(1, POOL_MOST)), max_size=5))
-def test_the_pool_is_the_front_of_a_stable_sort(
-    rounds: list[tuple[list[float], list[int], int]],
-) -> None:
+def test_the_pool_is_the_front_of_a_stable_sort(rounds):
     """Whatever came, was taken or was dropped in between, and equal starts stay in order."""
     queue = ModelStatistics({1: Estimator()})
     lane = FlowQueue(FLOW, queue)
-    waiting: list[Entry] = []
+    waiting = []
     for arriving, gone, size in rounds:
         arrived = entries(arriving)
         queue.tokens += len(arrived)
@@ -82,7 +80,7 @@ def test_the_pool_is_the_front_of_a_stable_sort(
         assert queue.tokens == queue.size == len(waiting)
 
 
-def test_an_empty_queue_expects_typical_texts() -> None:
+def test_an_empty_queue_expects_typical_texts():
     """Before anything came, its mean length is a guess."""
     queue = ModelStatistics({1: Estimator()})
     assert queue.mean_length == TYPICAL_LENGTH
@@ -90,9 +88,7 @@ def test_an_empty_queue_expects_typical_texts() -> None:
     assert queue.mean_length == 3
 
 
-def test_late_requests_are_found_once_their_deadline_is_here(
-    loop: asyncio.AbstractEventLoop,
-) -> None:
+def test_late_requests_are_found_once_their_deadline_is_here(loop):
     """Earlier checks cost and change nothing; a request is late as soon as its first entry is."""
     line = FairQueue()
     line.models["m@1"] = ModelStatistics({1: Estimator()})
@@ -115,7 +111,7 @@ def test_late_requests_are_found_once_their_deadline_is_here(
 
 
 @pytest.mark.parametrize("taken", [True, False], ids=["taken", "cancelled"])
-def test_a_disconnected_client_is_forgotten(loop: asyncio.AbstractEventLoop, taken: bool) -> None:
+def test_a_disconnected_client_is_forgotten(loop, taken):
     """A lane in which nothing waits holds on to no text, whether it was looked at or not."""
     lane = FlowQueue(FLOW, ModelStatistics({1: Estimator()}))
     for looked_at in (True, False):
@@ -136,7 +132,7 @@ def test_a_disconnected_client_is_forgotten(loop: asyncio.AbstractEventLoop, tak
         assert kept() is None
 
 
-def test_as_many_are_looked_at_as_eight_batches_hold() -> None:
+def test_as_many_are_looked_at_as_eight_batches_hold():
     """Few where batches are small, so that no entry is skipped for long; many where they are large."""
     queue = ModelStatistics({1: Estimator()})
     assert queue.pool_size == 32
@@ -148,7 +144,7 @@ def test_as_many_are_looked_at_as_eight_batches_hold() -> None:
     assert queue.pool_size == 256
 
 
-def test_the_price_of_a_token_is_that_of_what_may_share_a_batch() -> None:
+def test_the_price_of_a_token_is_that_of_what_may_share_a_batch():
     """An entry that cannot share a batch pays for whole runs."""
     cost = Cost(per_run=1.0, per_token=0.01, per_slot=0.0)
     prices = []

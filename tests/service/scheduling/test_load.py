@@ -22,53 +22,53 @@ def load(**waiting: Backlog) -> Load:
     return Load(rates, {flows[name]: backlog for name, backlog in waiting.items()})
 
 
-def test_a_class_is_split_over_its_tenants_and_a_tenant_over_its_bundles() -> None:
+def test_a_class_is_split_over_its_tenants_and_a_tenant_over_its_bundles():
     """More tenants of a class get no more together, nor does a tenant that asks several bundles."""
     flows = [Flow("a", 0, "x"), Flow("b", 0, "x"), Flow("a", 0, "y"), Flow("a", 1, "x")]
     shares = weights(flows)
     assert [shares[flow] / WEIGHTS[flow.priority] for flow in flows] == [1 / 4, 1 / 4, 1 / 2, 1]
 
 
-def test_nothing_waits_before_the_first() -> None:
+def test_nothing_waits_before_the_first():
     """An idle device takes what the work takes."""
     assert load().wait_s(OURS, 200) == pytest.approx(2.0)
 
 
-def test_a_bundle_of_unknown_speed_is_not_waited_for() -> None:
+def test_a_bundle_of_unknown_speed_is_not_waited_for():
     """Without an estimate, the request is accepted."""
     assert load(ours=singles(500)).wait_s(Flow("other@1"), 10) == 0.0
 
 
-def test_an_entry_of_the_same_flow_is_waited_for() -> None:
+def test_an_entry_of_the_same_flow_is_waited_for():
     """Ten texts of ten tokens are before ours."""
     assert load(ours=singles(*[10] * 10)).wait_s(OURS, 10) == pytest.approx(1.1)
 
 
-def test_a_larger_request_lets_a_smaller_one_pass() -> None:
+def test_a_larger_request_lets_a_smaller_one_pass():
     """Of a thousand texts as many tokens are before ours as it has itself."""
     waiting = load(ours=Backlog.of(RemainingWork(10_000, 100)))
     assert waiting.wait_s(OURS, 10) == pytest.approx(0.2)
     assert waiting.wait_s(OURS, 10_000) == pytest.approx(200.0)
 
 
-def test_another_tenant_holds_up_by_its_part() -> None:
+def test_another_tenant_holds_up_by_its_part():
     """For each token of the tenant, at most one token of each other tenant is computed first."""
     assert load(theirs=singles(10_000)).wait_s(OURS, 100) == pytest.approx(2.0)
     assert load(theirs=singles(30)).wait_s(OURS, 100) == pytest.approx(1.3)
 
 
-def test_bulk_holds_up_little_and_waits_for_much() -> None:
+def test_bulk_holds_up_little_and_waits_for_much():
     """By the weights of the classes."""
     assert load(bulk=singles(10_000)).wait_s(OURS, 80) == pytest.approx(0.9)
     assert load(ours=singles(10_000)).wait_s(BULK, 10) == pytest.approx(0.9)
 
 
-def test_a_slow_bundle_is_charged_by_its_time() -> None:
+def test_a_slow_bundle_is_charged_by_its_time():
     """A second of it for each of ours."""
     assert load(slow=singles(10_000)).wait_s(OURS, 100) == pytest.approx(2.0)
 
 
-def test_what_was_sent_since_counts() -> None:
+def test_what_was_sent_since_counts():
     """The load that was reported a moment ago does not contain the requests sent since."""
     told = load()
     told.add(OURS, RemainingWork(50, 1))
@@ -78,7 +78,7 @@ def test_what_was_sent_since_counts() -> None:
     assert told.wait_s(OURS, 50) == pytest.approx(1.5)
 
 
-def test_a_bundle_that_has_just_come_counts_from_the_next_time_on() -> None:
+def test_a_bundle_that_has_just_come_counts_from_the_next_time_on():
     """Its speed is not known yet, so the wait of the other requests is unknown."""
     told = load(ours=singles(100))
     told.add(Flow("new"), RemainingWork(5000, 1))
@@ -91,9 +91,7 @@ requests = st.lists(st.integers(1, 5000), max_size=20)
 
 
 @given(requests, requests, requests, st.integers(1, 5000))
-def test_a_wait_is_no_shorter_than_the_work_and_no_longer_than_all(
-    ours: list[int], theirs: list[int], bulk: list[int], tokens: int
-) -> None:
+def test_a_wait_is_no_shorter_than_the_work_and_no_longer_than_all(ours, theirs, bulk, tokens):
     """Between an idle device, and one that serves everybody else first."""
     waiting = load(ours=singles(*ours), theirs=singles(*theirs), bulk=singles(*bulk))
     wait_s = waiting.wait_s(OURS, tokens)
@@ -101,7 +99,7 @@ def test_a_wait_is_no_shorter_than_the_work_and_no_longer_than_all(
     assert wait_s <= (waiting.drain_s + tokens / 100) * (1 + 1e-9)
 
 
-def test_a_text_waits_for_every_text_before_it() -> None:
+def test_a_text_waits_for_every_text_before_it():
     """Also for those that are longer, and for the last of many."""
     waiting = load(ours=Backlog.of(RemainingWork(500, 1), RemainingWork(200, 1)))
     assert waiting.wait_s(OURS, 10) == pytest.approx(7.1)
@@ -111,9 +109,7 @@ lefts = st.builds(RemainingWork, st.integers(1, 5000), st.integers(1, 3)) | st.j
 
 
 @given(st.lists(lefts, max_size=20), st.lists(st.tuples(st.integers(0, 19), lefts), max_size=20))
-def test_a_backlog_is_what_is_left_of_each(
-    sizes: list[RemainingWork], changes: list[tuple[int, RemainingWork]]
-) -> None:
+def test_a_backlog_is_what_is_left_of_each(sizes, changes):
     """However requests shrink, what is known is what a fresh count gives."""
     backlog = Backlog.of(*sizes)
     left = [*sizes]

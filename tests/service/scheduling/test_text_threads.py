@@ -86,7 +86,7 @@ async def done(tasks: Sequence["asyncio.Task[None]"]) -> None:
     await asyncio.wait_for(asyncio.gather(*tasks), WAIT_S)
 
 
-async def test_a_long_text_leaves_a_thread_to_shorter_ones(bench: Bench) -> None:
+async def test_a_long_text_leaves_a_thread_to_shorter_ones(bench):
     """Of two long texts one waits, and shorter texts of any tenant run meanwhile."""
     held = [bench.hold(BULK, LONG) for _ in range(THREADS)]
     second = bench.run("second long", APP, LONG)
@@ -96,14 +96,14 @@ async def test_a_long_text_leaves_a_thread_to_shorter_ones(bench: Bench) -> None
     await done([second, *held])
 
 
-async def test_all_threads_take_shorter_texts(bench: Bench) -> None:
+async def test_all_threads_take_shorter_texts(bench):
     """A tenant that is alone is not held back."""
     running = threading.Barrier(THREADS)
     parts = [bench.threads.run(BULK, SHORT, lambda: running.wait(WAIT_S)) for _ in range(THREADS)]
     assert {*range(THREADS)} == {*await asyncio.wait_for(asyncio.gather(*parts), WAIT_S)}
 
 
-async def test_interactive_texts_go_before_bulk_that_came_first(bench: Bench) -> None:
+async def test_interactive_texts_go_before_bulk_that_came_first(bench):
     """However much bulk waits."""
     await bench.hold_all(BULK)
     tasks = [bench.run("bulk", BULK) for _ in range(20)]
@@ -114,7 +114,7 @@ async def test_interactive_texts_go_before_bulk_that_came_first(bench: Bench) ->
 
 
 @pytest.mark.parametrize("few", [Flow("m@1", 0, "few"), Flow("other@1", 0, "many")])
-async def test_flows_take_turns(bench: Bench, few: Flow) -> None:
+async def test_flows_take_turns(bench, few):
     """A tenant with few texts does not wait for all texts of one with many; nor does another of its models."""
     many = Flow("m@1", 0, "many")
     await bench.hold_all(many)
@@ -125,7 +125,7 @@ async def test_flows_take_turns(bench: Bench, few: Flow) -> None:
     assert 3 == bench.ran[:6].count("few")
 
 
-async def test_a_tenant_pays_for_what_its_texts_took(bench: Bench) -> None:
+async def test_a_tenant_pays_for_what_its_texts_took(bench):
     """Of texts of one size, those that take ten times as long get a tenth of the turns."""
     slow, fast = Flow("m@1", 0, "slow"), Flow("m@1", 0, "fast")
     await bench.hold_all(BULK)
@@ -135,7 +135,7 @@ async def test_a_tenant_pays_for_what_its_texts_took(bench: Bench) -> None:
     assert bench.ran[:30].count("slow") <= 6
 
 
-async def test_a_part_that_is_cancelled_never_runs(bench: Bench) -> None:
+async def test_a_part_that_is_cancelled_never_runs(bench):
     """And nothing is counted as waiting when all have ended."""
     held = [bench.hold(BULK, SHORT) for _ in range(THREADS)]
     gone, stays = bench.run("gone", APP), bench.run("stays", BULK)
@@ -149,7 +149,7 @@ async def test_a_part_that_is_cancelled_never_runs(bench: Bench) -> None:
     assert {} == bench.threads.waiting
 
 
-async def test_parts_that_wait_are_cancelled_at_the_end(bench: Bench) -> None:
+async def test_parts_that_wait_are_cancelled_at_the_end(bench):
     """The parts that run end, and no thread begins with another."""
     held = [bench.hold(BULK, SHORT) for _ in range(THREADS)]
     waiting = bench.run("late", APP)
@@ -162,10 +162,10 @@ async def test_parts_that_wait_are_cancelled_at_the_end(bench: Bench) -> None:
     assert [] == bench.ran
 
 
-async def test_an_error_is_its_part_s_alone(bench: Bench) -> None:
+async def test_an_error_is_its_part_s_alone(bench):
     """The thread goes on with the next."""
 
-    def fail() -> None:
+    def fail():
         raise ValueError("broken")
 
     for _ in range(2 * THREADS):
@@ -175,7 +175,7 @@ async def test_an_error_is_its_part_s_alone(bench: Bench) -> None:
     assert {} == bench.threads.waiting
 
 
-async def test_what_waits_is_expected_to_take_its_time(bench: Bench) -> None:
+async def test_what_waits_is_expected_to_take_its_time(bench):
     """By characters and the measured speed; an interactive text waits for a ninth of the bulk's turns."""
     bench.hold(BULK, SHORT)
     await asyncio.sleep(0)
@@ -192,7 +192,7 @@ async def test_what_waits_is_expected_to_take_its_time(bench: Bench) -> None:
         assert bench.threads.wait_s(APP, [LONG, SHORT]) > LONG / GUESS
 
 
-async def test_long_texts_are_expected_one_after_the_other(bench: Bench) -> None:
+async def test_long_texts_are_expected_one_after_the_other(bench):
     """For one thread never takes them."""
     with ExitStack() as stack:
         for _ in range(9):
@@ -205,14 +205,14 @@ async def test_long_texts_are_expected_one_after_the_other(bench: Bench) -> None
         assert few < 3 * LONG / GUESS
 
 
-async def test_the_speed_is_measured(bench: Bench) -> None:
+async def test_the_speed_is_measured(bench):
     """A tokenizer that takes a hundred times as long as guessed is expected to."""
     await done([bench.run("slow", APP, seconds=100 * SHORT / GUESS) for _ in range(20)])
     with bench.threads.open(BULK, [SHORT] * 20):
         assert bench.threads.wait_s(APP, [SHORT]) > 50 * SHORT / GUESS / THREADS
 
 
-async def test_a_model_that_has_left_is_forgotten(bench: Bench) -> None:
+async def test_a_model_that_has_left_is_forgotten(bench):
     """Unless another version with its name still has texts."""
     held = bench.hold(APP, SHORT)
     await done([bench.run("other", Flow("other@1"), LONG)])

@@ -16,7 +16,6 @@ import pytest
 import uvicorn
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp
-from structlog.typing import EventDict
 from uvicorn.server import ServerState
 
 from service.api.app import create_app
@@ -33,7 +32,7 @@ from service.server.flow_control import PIECE, piece_size
 from service.server.server import connection_table, connections
 from service.server.unread_responses import UnreadResponses
 from service.settings import Settings
-from tests.service.fakes import FakeEngine, FakeEngines
+from tests.service.fakes import FakeEngines
 
 BODY = b'{"inputs": "a"}'
 HEAD = b"POST /classify HTTP/1.1\r\nHost: quartet\r\nContent-Type: application/json\r\n"
@@ -176,7 +175,7 @@ async def client(listen: Listen) -> AsyncIterator[Client]:
         yield client
 
 
-async def test_requests_follow_each_other(client: Client) -> None:
+async def test_requests_follow_each_other(client):
     """A connection is kept for the next request."""
     for _ in range(3):
         answer = await client.ask(post())
@@ -187,7 +186,7 @@ OLD = [b"", b"Connection: keep-alive\r\n", b"Expect: 100-continue\r\n"]
 
 
 @pytest.mark.parametrize("more", OLD)
-async def test_lines_for_an_old_client(client: Client, more: bytes) -> None:
+async def test_lines_for_an_old_client(client, more):
     """To HTTP/1.0, a stream of lines is sent without chunk sizes, and ends with its connection."""
     body = b'{"inputs": ["a", "b", "c"]}'
     head = b"POST /classify HTTP/1.0\r\nContent-Type: application/json\r\nAccept: application/x-ndjson\r\n"
@@ -204,9 +203,7 @@ async def test_lines_for_an_old_client(client: Client, more: bytes) -> None:
     ("method", "path", "status"),
     [("GET", "/health/live", 200), ("HEAD", "/health/live", 200), ("GET", "/nothing", 404)],
 )
-async def test_an_old_client_is_answered(
-    client: Client, method: str, path: str, status: int, more: bytes
-) -> None:
+async def test_an_old_client_is_answered(client, method, path, status, more):
     """An answer of known length to HTTP/1.0 has that length, and closes the connection."""
     client.send(f"{method} {path} HTTP/1.0\r\n".encode() + more + b"\r\n")
     head, _, body = (await client.reader.read()).partition(b"\r\n\r\n")
@@ -217,10 +214,10 @@ async def test_an_old_client_is_answered(
 
 
 @pytest.mark.parametrize("method", [b"GET", b"HEAD"])
-async def test_an_answer_of_unknown_length_for_an_old_client(method: bytes) -> None:
+async def test_an_answer_of_unknown_length_for_an_old_client(method):
     """Whatever application answers: parts come as they are, also empty ones."""
 
-    async def parts() -> AsyncIterator[bytes]:
+    async def parts():
         for part in (b"a", b"", b"bc"):
             yield part
 
@@ -232,7 +229,7 @@ async def test_an_answer_of_unknown_length_for_an_old_client(method: bytes) -> N
     assert (b"" if method == b"HEAD" else b"abc") == body
 
 
-async def test_a_head_may_come_in_pieces(client: Client) -> None:
+async def test_a_head_may_come_in_pieces(client):
     """One byte at a time is as good as all at once."""
     for index in range(len(post())):
         client.send(post()[index : index + 1])
@@ -240,7 +237,7 @@ async def test_a_head_may_come_in_pieces(client: Client) -> None:
     assert 200 == (await client.answer()).status
 
 
-async def test_an_answer_leaves_before_it_is_recorded(engines: FakeEngines) -> None:
+async def test_an_answer_leaves_before_it_is_recorded(engines):
     """A response does not wait for the log and the metrics."""
     metrics, heard = Metrics(), []
     app = create_app(Settings(), engines.open, metrics)
@@ -250,15 +247,15 @@ async def test_an_answer_leaves_before_it_is_recorded(engines: FakeEngines) -> N
     ):
         with socket.create_connection(("127.0.0.1", server.port)) as client:
             client.setblocking(False)
-            metrics.observe_request = lambda *_: heard.append(client.recv(1000))  # type: ignore[method-assign]
+            metrics.observe_request = lambda *_: heard.append(client.recv(1000))
             client.send(post())
             await until(lambda: bool(heard))
     assert heard[0].startswith(b"HTTP/1.1 200 OK")
 
 
-async def test_an_answer_is_one_piece(listen: Listen, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_is_one_piece(listen, monkeypatch):
     """Its head is sent with its body, or alone where it has none: a client is woken once."""
-    pieces: list[bytes] = []
+    pieces = []
     made = Connection.connection_made
 
     class Wire:
@@ -272,7 +269,7 @@ async def test_an_answer_is_one_piece(listen: Listen, monkeypatch: pytest.Monkey
             pieces.append(data)
             self.wire.write(data)
 
-    def spied(self: Connection, transport: asyncio.Transport) -> None:
+    def spied(self, transport):
         made(self, Wire(transport))
 
     monkeypatch.setattr(Connection, "connection_made", spied)
@@ -320,9 +317,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("status", "code", "data"), REFUSED.values(), ids=REFUSED)
-async def test_what_is_not_http_is_refused(
-    client: Client, lines: list[EventDict], engine: FakeEngine, status: int, code: str, data: bytes
-) -> None:
+async def test_what_is_not_http_is_refused(client, lines, engine, status, code, data):
     """Invalid data and too large heads get an error of the one shape at once, are logged, and end the connection."""
     answer = await client.ask(data)
     assert (status, code, True) == (answer.status, answer.code, answer.closes)
@@ -332,7 +327,7 @@ async def test_what_is_not_http_is_refused(
     assert engine.asked is None
 
 
-async def test_a_head_of_nearly_the_limit_is_read(client: Client) -> None:
+async def test_a_head_of_nearly_the_limit_is_read(client):
     """What is allowed is answered, in pieces and behind a body, too."""
     large = post(more=b"X: %s\r\n" % (b"a" * 65_000))
     for _ in range(3):
@@ -345,7 +340,7 @@ async def test_a_head_of_nearly_the_limit_is_read(client: Client) -> None:
     assert 200 == answer.status
 
 
-async def test_what_stands_behind_a_body_is_read_past(client: Client) -> None:
+async def test_what_stands_behind_a_body_is_read_past(client):
     """A chunked body may have trailers, which are ignored."""
     behind = b"".join(b"X%d: a\r\n" % n for n in range(2 * connection_module.HEADERS))
     for _ in range(2):
@@ -360,7 +355,7 @@ async def drip(client: Client, piece: bytes) -> None:
         await asyncio.sleep(0.01)
 
 
-async def test_a_slow_head_is_given_up(listen: Listen) -> None:
+async def test_a_slow_head_is_given_up(listen):
     """A client that sends headers too slowly, at any steady rate, gets 408 and is disconnected."""
     async with listen(header_timeout_s=0.2) as server, server.client() as client:
         client.send(b"GET / HTTP/1.1\r\nX: ")
@@ -372,7 +367,7 @@ async def test_a_slow_head_is_given_up(listen: Listen) -> None:
 
 
 @pytest.mark.parametrize("said", [b"", b"\r\n"], ids=["nothing", "blank-lines"])
-async def test_a_silent_connection_is_closed(listen: Listen, said: bytes) -> None:
+async def test_a_silent_connection_is_closed(listen, said):
     """A client that connects and sends nothing is disconnected without a response."""
     async with listen(idle_s=0.2) as server, server.client() as client:
         dripping = asyncio.create_task(drip(client, said))
@@ -382,9 +377,7 @@ async def test_a_silent_connection_is_closed(listen: Listen, said: bytes) -> Non
 
 
 @pytest.mark.parametrize("drains", [False, True])
-async def test_a_request_that_comes_as_its_connection_closes_is_answered(
-    listen: Listen, drains: bool
-) -> None:
+async def test_a_request_that_comes_as_its_connection_closes_is_answered(listen, drains):
     """Idle connections are closed by a timer or a drain, but not with a request that is not read yet."""
     async with listen(idle_s=0.05) as server:
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
@@ -404,9 +397,7 @@ async def test_a_request_that_comes_as_its_connection_closes_is_answered(
             assert (await loop.sock_recv(client, 4096)).startswith(b"HTTP/1.1 200 ")
 
 
-async def test_data_that_begins_no_request_does_not_keep_a_connection(
-    listen: Listen, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_data_that_begins_no_request_does_not_keep_a_connection(listen, monkeypatch):
     """A line break that comes as the connection is closed puts that off for a moment only."""
     monkeypatch.setattr(connection_module, "ARRIVAL_S", 0.05)
     async with listen(idle_s=0.05) as server:
@@ -419,7 +410,7 @@ async def test_data_that_begins_no_request_does_not_keep_a_connection(
                 assert b"" == await asyncio.get_running_loop().sock_recv(client, 4096)
 
 
-async def test_a_busy_connection_is_not_silent(listen: Listen, engine: FakeEngine) -> None:
+async def test_a_busy_connection_is_not_silent(listen, engine):
     """Neither one that waits for its answer nor one whose next request is on its way is closed."""
     engine.hold = asyncio.Event()
     async with listen(idle_s=0.1) as server, server.client() as client:
@@ -432,7 +423,7 @@ async def test_a_busy_connection_is_not_silent(listen: Listen, engine: FakeEngin
 
 
 @pytest.mark.parametrize("wrong", [b"and then nonsense\r\n\r\n", CHUNKED + b"not a length\r\n"])
-async def test_a_refusal_waits_its_turn(client: Client, engine: FakeEngine, wrong: bytes) -> None:
+async def test_a_refusal_waits_its_turn(client, engine, wrong):
     """What came whole before it is answered first."""
     engine.hold = asyncio.Event()
     client.send(post(), post(), wrong)
@@ -451,9 +442,7 @@ async def test_a_refusal_waits_its_turn(client: Client, engine: FakeEngine, wron
     ids=["length", "chunks"],
 )
 @pytest.mark.parametrize("pause_s", [0, 0.02], ids=["at-once", "head-first"])
-async def test_another_protocol_is_not_taken_up(
-    client: Client, body: bytes, pause_s: float
-) -> None:
+async def test_another_protocol_is_not_taken_up(client, body, pause_s):
     """A request that offers HTTP/2 on the way, as Java's client does, is answered in HTTP/1.1, body and all."""
     offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
     framing, _, rest = body.partition(b"\r\n\r\n")
@@ -466,7 +455,7 @@ async def test_another_protocol_is_not_taken_up(
 
 
 @pytest.mark.parametrize("body", [BODY, b""], ids=["body", "none"])
-async def test_what_comes_behind_an_offer_is_answered(client: Client, body: bytes) -> None:
+async def test_what_comes_behind_an_offer_is_answered(client, body):
     """In the same piece, be it another offer or not."""
     offer = post(body, b"Connection: Upgrade\r\nUpgrade: h2c\r\n")
     status = 200 if body else 400
@@ -476,7 +465,7 @@ async def test_what_comes_behind_an_offer_is_answered(client: Client, body: byte
     assert await client.ended()
 
 
-async def test_requests_may_be_sent_ahead(client: Client) -> None:
+async def test_requests_may_be_sent_ahead(client):
     """Some are answered in order, and a flood only as far as the limit, whose last answer says so."""
     client.send(GET * 20)
     assert [200] * 20 == [(await client.answer()).status for _ in range(20)]
@@ -488,9 +477,7 @@ async def test_requests_may_be_sent_ahead(client: Client) -> None:
     assert await client.ended()
 
 
-async def test_pipelined_requests_of_a_disconnected_client_are_dropped(
-    listen: Listen, engine: FakeEngine
-) -> None:
+async def test_pipelined_requests_of_a_disconnected_client_are_dropped(listen, engine):
     """The request that is worked on is given up, though another was the last to come."""
     engine.hold = asyncio.Event()
     async with listen() as server, server.client() as client:
@@ -504,7 +491,7 @@ async def test_pipelined_requests_of_a_disconnected_client_are_dropped(
 # -- refusals that must reach clients that still send -----------------------------------------------
 
 
-async def test_a_refused_body_is_read_to_its_end(listen: Listen, engine: FakeEngine) -> None:
+async def test_a_refused_body_is_read_to_its_end(listen, engine):
     """A client that reads only after sending a large body gets the refusal, and may reuse the connection."""
     async with listen(max_body_bytes=1000) as server, server.client() as client:
         client.send(post(b"x" * 20_000_000))
@@ -514,7 +501,7 @@ async def test_a_refused_body_is_read_to_its_end(listen: Listen, engine: FakeEng
         assert 200 == (await client.ask(post())).status
 
 
-async def test_a_refused_body_of_unknown_length_ends_the_connection(listen: Listen) -> None:
+async def test_a_refused_body_of_unknown_length_ends_the_connection(listen):
     """The refusal announces the end with `Connection: close`, so that a proxy does not reuse the connection."""
     chunk = b"400\r\n%s\r\n" % (b"x" * 1024)
     async with listen(max_body_bytes=1000) as server, server.client() as client:
@@ -523,12 +510,10 @@ async def test_a_refused_body_of_unknown_length_ends_the_connection(listen: List
         assert await client.ended()
 
 
-async def test_a_refused_body_does_not_count_as_silence(
-    listen: Listen, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_refused_body_does_not_count_as_silence(listen, monkeypatch):
     """Once the last of it has come, the connection may be idle for as long as any."""
     body = post(b"x" * 5000)
-    waits: list[float] = []
+    waits = []
     monkeypatch.setattr(Connection, "expect_request", lambda _, seconds: waits.append(seconds))
     async with listen(max_body_bytes=1000) as server, server.client() as client:
         assert 413 == (await client.ask(body[:2000])).status
@@ -537,14 +522,12 @@ async def test_a_refused_body_does_not_count_as_silence(
         await until(lambda: [75, 75, 75] == waits)
 
 
-async def test_a_refused_body_without_end_is_not(
-    listen: Listen, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_refused_body_without_end_is_not(listen, monkeypatch):
     """The connection is closed if a refused body continues without end."""
     monkeypatch.setattr(connection_module, "LINGER_S", 0.2)
     async with listen(idle_s=0.2, max_body_bytes=1000) as server, server.client() as client:
 
-        async def go_on() -> None:
+        async def go_on():
             client.send(CHUNKED)
             while True:
                 client.send(b"400\r\n%s\r\n" % (b"x" * 1024))
@@ -555,7 +538,7 @@ async def test_a_refused_body_without_end_is_not(
             await go_on()
 
 
-async def test_a_closing_response_reaches_a_client_that_still_sends(listen: Listen) -> None:
+async def test_a_closing_response_reaches_a_client_that_still_sends(listen):
     """An answer that ends the connection is not taken away from a client that listens only afterwards."""
     async with listen(body_timeout_s=0.05) as server, server.client() as client:
         client.send(HEAD + b"Content-Length: 10000000\r\n\r\n")
@@ -578,7 +561,7 @@ def large() -> ASGIApp:
     return Response(LARGE)
 
 
-async def test_a_broken_body_behind_an_answer(large: ASGIApp) -> None:
+async def test_a_broken_body_behind_an_answer(large):
     """A client that sends invalid data in the middle of a body, while it is answered, is disconnected."""
     async with listening(large, Settings()) as server, server.client() as client:
         client.send(b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
@@ -590,9 +573,7 @@ async def test_a_broken_body_behind_an_answer(large: ASGIApp) -> None:
 
 @pytest.mark.parametrize("end", [False, True], ids=["open", "half-closed"])
 @pytest.mark.parametrize("more", [b"", b"Connection: close\r\n"], ids=["kept", "closing"])
-async def test_an_unread_response_is_dropped(
-    large: ASGIApp, monkeypatch: pytest.MonkeyPatch, more: bytes, end: bool
-) -> None:
+async def test_an_unread_response_is_dropped(large, monkeypatch, more, end):
     """A client that does not read a large response is disconnected, and the response is dropped."""
     monkeypatch.setattr(flow_control, "STALLED_S", 0.1)
     async with listening(large, Settings()) as server, server.client() as client:
@@ -605,9 +586,7 @@ async def test_an_unread_response_is_dropped(
         assert 1 == server.state.total_requests
 
 
-async def test_a_short_unread_response_is_dropped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_short_unread_response_is_dropped(monkeypatch):
     """Nor is what is too short to make the server wait, when its connection has been idle for long."""
     monkeypatch.setattr(flow_control, "STALLED_S", 0.1)
     socket_full = Response(b"x" * 60_000)
@@ -618,7 +597,7 @@ async def test_a_short_unread_response_is_dropped(
         await until(lambda: not server.state.connections)
 
 
-async def test_a_slow_reader_is_served(large: ASGIApp, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_reader_is_served(large, monkeypatch):
     """A client that reads slowly, but steadily, gets all of it, though the server is to close."""
     monkeypatch.setattr(flow_control, "STALLED_S", 0.2)
     async with listening(large, Settings()) as server, server.client() as client:
@@ -630,9 +609,7 @@ async def test_a_slow_reader_is_served(large: ASGIApp, monkeypatch: pytest.Monke
     assert heard > len(LARGE)
 
 
-async def test_unread_answers_have_a_limit_together(
-    large: ASGIApp, monkeypatch: pytest.MonkeyPatch, lines: list[EventDict]
-) -> None:
+async def test_unread_answers_have_a_limit_together(large, monkeypatch, lines):
     """Clients that read nothing are cut off when there is too much for all, and one that reads is not."""
     limit = 2 * len(LARGE)
     monkeypatch.setattr(UnreadResponses.__init__, "__defaults__", (limit, time.monotonic))
@@ -655,11 +632,11 @@ async def test_unread_answers_have_a_limit_together(
     assert "clients do not read their responses" in [line["event"] for line in lines]
 
 
-async def test_no_second_answer_is_made_for_a_client_that_reads_none() -> None:
+async def test_no_second_answer_is_made_for_a_client_that_reads_none():
     """A request begins when the previous response has been read."""
-    begun: list[str] = []
+    begun = []
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
+    async def app(scope, receive, send):
         begun.append(scope["path"])
         await Response(LARGE)(scope, receive, send)
 
@@ -691,7 +668,7 @@ async def busy_client(server: Listening) -> AsyncIterator[Client]:
         yield client
 
 
-async def test_a_connection_too_many_is_refused(listen: Listen, lines: list[EventDict]) -> None:
+async def test_a_connection_too_many_is_refused(listen, lines):
     """It gets 503 with `Retry-After`, is logged and closed; other connections stay."""
     async with listen(max_connections=2) as server, busy_client(server) as first:
         async with busy_client(server) as second:
@@ -710,7 +687,7 @@ async def test_a_connection_too_many_is_refused(listen: Listen, lines: list[Even
 
 
 @pytest.mark.parametrize("said", [b"", b"\r\n", GET[:20]], ids=["nothing", "line", "slow-head"])
-async def test_connections_without_a_request_make_room(listen: Listen, said: bytes) -> None:
+async def test_connections_without_a_request_make_room(listen, said):
     """A new connection takes the place of the oldest one without a request, and of no busy one."""
     async with listen(max_connections=3) as server, busy_client(server) as busy:
         async with server.client() as first, server.client() as second:
@@ -726,7 +703,7 @@ async def test_connections_without_a_request_make_room(listen: Listen, said: byt
         assert 200 == (await busy.ask(post()[-1:])).status
 
 
-async def test_idle_connections_make_room(listen: Listen, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_connections_make_room(listen, monkeypatch):
     """After those without any request comes the one that has been idle for longest, unless all had one just now."""
     async with (
         listen(max_connections=2) as server,
@@ -744,7 +721,7 @@ async def test_idle_connections_make_room(listen: Listen, monkeypatch: pytest.Mo
         assert 200 == (await first.ask(post())).status
 
 
-async def test_a_request_that_has_just_come_is_not_closed_for_another(listen: Listen) -> None:
+async def test_a_request_that_has_just_come_is_not_closed_for_another(listen):
     """Although the event loop has not read it when the new connection comes."""
     async with listen(max_connections=1) as server:
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
@@ -757,7 +734,7 @@ async def test_a_request_that_has_just_come_is_not_closed_for_another(listen: Li
 
 
 @pytest.mark.parametrize("path", [b"/health/live", b"/health/ready", b"/metrics"])
-async def test_a_crowded_service_is_not_a_dead_one(listen: Listen, path: bytes) -> None:
+async def test_a_crowded_service_is_not_a_dead_one(listen, path):
     """Probes and scrapes are answered, however many connections there are.
 
     The service is not ready while it refuses new connections.
@@ -775,9 +752,7 @@ async def test_a_crowded_service_is_not_a_dead_one(listen: Listen, path: bytes) 
             assert 200 == (await prober.ask(ready)).status
 
 
-async def test_a_connection_too_many_is_not_waited_for(
-    listen: Listen, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_connection_too_many_is_not_waited_for(listen, monkeypatch):
     """It has little time to ask."""
     monkeypatch.setattr(connection_module, "EXCESS_S", 0.1)
     async with (
@@ -792,7 +767,7 @@ async def test_a_connection_too_many_is_not_waited_for(
             assert "slow_headers" == (await dripping.answer()).code
 
 
-async def test_a_flood_leaves_room_for_a_health_check(listen: Listen) -> None:
+async def test_a_flood_leaves_room_for_a_health_check(listen):
     """Connections beyond the limit are few: the oldest of them ends for each that comes, and the newest is answered."""
     async with (
         listen(max_connections=1) as server,
@@ -806,7 +781,7 @@ async def test_a_flood_leaves_room_for_a_health_check(listen: Listen) -> None:
             assert 200 == (await prober.ask(GET)).status
 
 
-async def test_an_excess_connection_takes_no_other_place(listen: Listen) -> None:
+async def test_an_excess_connection_takes_no_other_place(listen):
     """When there is room again, the next is welcome, though one that was too many is still there."""
     async with listen(max_connections=1) as server:
         async with busy_client(server):
@@ -838,9 +813,7 @@ def busy(engines: FakeEngines) -> None:
     engines.told = BUSY
 
 
-async def test_an_overloaded_service_answers_like_the_application(
-    client: Client, busy: None, lines: list[EventDict]
-) -> None:
+async def test_an_overloaded_service_answers_like_the_application(client, busy, lines):
     """The refusal that never reaches the application says what the application's would, and is recorded."""
     early = await client.ask(embed(headers="X-Request-Id: mine\r\n") + EMBED)
     full = await client.ask(embed(headers="X-Request-Id: mine\r\nOrigin: http://a\r\n") + EMBED)
@@ -858,9 +831,7 @@ async def test_an_overloaded_service_answers_like_the_application(
     ] * 3
 
 
-async def test_a_refused_body_is_dropped_and_the_connection_stays(
-    client: Client, busy: None, engines: FakeEngines
-) -> None:
+async def test_a_refused_body_is_dropped_and_the_connection_stays(client, busy, engines):
     """The rest of a large body is discarded, and the next request on the connection is answered."""
     assert 429 == (await client.ask(embed(3_000_000) + b"a" * 1_000_000)).status
     client.send(b"a" * 2_000_000)
@@ -868,9 +839,7 @@ async def test_a_refused_body_is_dropped_and_the_connection_stays(
     assert 200 == (await client.ask(embed() + EMBED)).status
 
 
-async def test_requests_sent_ahead_are_refused_in_their_order(
-    client: Client, busy: None, engines: FakeEngines
-) -> None:
+async def test_requests_sent_ahead_are_refused_in_their_order(client, busy, engines):
     """Ten at once, with a page between them that is never refused."""
     page = b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n"
     client.send((embed() + EMBED) * 5 + page + (embed() + EMBED) * 4)
@@ -878,9 +847,7 @@ async def test_requests_sent_ahead_are_refused_in_their_order(
     assert statuses == [429] * 5 + [200] + [429] * 4
 
 
-async def test_a_disconnect_during_a_delayed_refusal_leaves_nothing(
-    listen: Listen, busy: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_disconnect_during_a_delayed_refusal_leaves_nothing(listen, busy, monkeypatch):
     """Its refusal is not sent, and it is recorded as a disconnect."""
     monkeypatch.setattr("service.middleware.refusal_throttle.REFUSALS_PER_S", 1)
     async with listen() as server:
@@ -906,9 +873,7 @@ def broken(*_: object) -> None:
         "middleware.request_lifecycle.new_context",
     ],
 )
-async def test_our_bug_is_never_a_bad_request(
-    listen: Listen, monkeypatch: pytest.MonkeyPatch, lines: list[EventDict], place: str
-) -> None:
+async def test_our_bug_is_never_a_bad_request(listen, monkeypatch, lines, place):
     """The client gets 500, and the log a traceback; the connection is not left without an answer."""
     monkeypatch.setattr(f"service.{place}", broken)
     async with listen() as server, server.client() as client:
@@ -925,12 +890,8 @@ async def test_our_bug_is_never_a_bad_request(
 )
 @pytest.mark.parametrize("load", [BUSY, None], ids=["refused", "answered"])
 async def test_a_request_has_one_answer_though_it_cannot_be_recorded(
-    listen: Listen,
-    engines: FakeEngines,
-    monkeypatch: pytest.MonkeyPatch,
-    place: str,
-    load: Load | None,
-) -> None:
+    listen, engines, monkeypatch, place, load
+):
     """A failure after the answer changes nothing: the connection stays open for the next request."""
     engines.told = load
     status = 200 if load is None else 429
@@ -941,9 +902,7 @@ async def test_a_request_has_one_answer_though_it_cannot_be_recorded(
             assert (status, False) == (answer.status, answer.closes)
 
 
-async def test_a_flood_of_pipelined_refusals_is_answered(
-    listen: Listen, busy: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_flood_of_pipelined_refusals_is_answered(listen, busy, monkeypatch):
     """Every request gets 429, on more connections than there may be held refusals; so does a single request."""
     monkeypatch.setattr(
         "service.middleware.refusal_throttle.RefusalThrottle.__init__.__defaults__", (200, 1.0, 16)
@@ -962,9 +921,7 @@ async def test_a_flood_of_pipelined_refusals_is_answered(
     ("target", "path"),
     [(b"", "/"), (b"?a=1", "/"), (b"/health/live?a", "/health/live"), (b"/nothing", "/nothing")],
 )
-async def test_a_url_in_the_request_line_is_answered(
-    listen: Listen, lines: list[EventDict], target: bytes, path: str
-) -> None:
+async def test_a_url_in_the_request_line_is_answered(listen, lines, target, path):
     """A server must accept the form that clients send to a proxy: RFC 9112, 3.2.2. Its path may be missing."""
     async with listen(log_level="debug") as server, server.client() as client:
         for url in (b"http://quartet" + target, b"HTTPS://quartet:8000" + target):
@@ -976,9 +933,7 @@ async def test_a_url_in_the_request_line_is_answered(
 @pytest.mark.parametrize(
     "target", [b"http://", b"http:///a", b"http://q:99999/", b"ftp://q", b"ftp://q/a", b"a"]
 )
-async def test_a_wrong_target_is_named(
-    client: Client, lines: list[EventDict], target: bytes
-) -> None:
+async def test_a_wrong_target_is_named(client, lines, target):
     """The client gets 400 with a message of ours, and the log no traceback."""
     client.send(b"GET %s HTTP/1.1\r\nHost: quartet\r\n\r\n" % target)
     assert (400, "bad_request") == ((answer := await client.answer()).status, answer.code)
@@ -1004,9 +959,7 @@ def unread(server: Listening) -> int:
 
 @pytest.mark.parametrize("before", [1, 99])
 @pytest.mark.parametrize("framing", ["length", "chunks"])
-async def test_a_body_behind_a_request_is_not_read_ahead(
-    listen: Listen, engine: FakeEngine, before: int, framing: str
-) -> None:
+async def test_a_body_behind_a_request_is_not_read_ahead(listen, engine, before, framing):
     """No more than a piece of it is kept until its turn, whatever is answered before; then it is read whole."""
     engine.hold = asyncio.Event()
     body = b'{"inputs": "a"}' + b" " * AHEAD
@@ -1027,7 +980,7 @@ async def test_a_body_behind_a_request_is_not_read_ahead(
         assert 0 == unread(server)
 
 
-async def test_refused_requests_let_no_body_in(listen: Listen) -> None:
+async def test_refused_requests_let_no_body_in(listen):
     """What follows them is read a piece at a time, however many clients send it and need no key."""
     refused = b"POST /nothing HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n"
     attack = refused * 99 + HEAD + b"Content-Length: %d\r\n\r\n" % 10**12
@@ -1042,7 +995,7 @@ async def test_refused_requests_let_no_body_in(listen: Listen) -> None:
     assert 0 < most <= 16 * 3 * PIECE
 
 
-async def test_requests_that_wait_take_little_memory(listen: Listen, engine: FakeEngine) -> None:
+async def test_requests_that_wait_take_little_memory(listen, engine):
     """A hundred of them with a hundred headers each take about what was sent, and are answered as if sent singly."""
     engine.hold = asyncio.Event()
     many = post(more=b"".join(b"a%d:\r\n" % n for n in range(90)))
@@ -1058,9 +1011,7 @@ async def test_requests_that_wait_take_little_memory(listen: Listen, engine: Fak
         assert [200] * 51 == [(await client.answer()).status for _ in range(51)]
 
 
-async def test_a_head_behind_requests_that_wait_may_come_later(
-    listen: Listen, engine: FakeEngine
-) -> None:
+async def test_a_head_behind_requests_that_wait_may_come_later(listen, engine):
     """Its time begins when it is read; the connection goes on with it as with a first one."""
     engine.hold = asyncio.Event()
     async with (
@@ -1083,9 +1034,7 @@ async def test_a_head_behind_requests_that_wait_may_come_later(
     [b"", b" " * 200_000, post(b"x" * 100_000)],
     ids=["small-body", "large-body", "pipelined"],
 )
-async def test_a_client_that_leaves_is_noticed_while_reading_is_paused(
-    listen: Listen, engine: FakeEngine, way: str, behind: bytes
-) -> None:
+async def test_a_client_that_leaves_is_noticed_while_reading_is_paused(listen, engine, way, behind):
     """Its work is cancelled at once. Of what it has sent, the system keeps what is not read."""
     engine.hold = asyncio.Event()
     pipelined = behind.startswith(b"POST")
@@ -1115,7 +1064,7 @@ async def test_a_client_that_leaves_is_noticed_while_reading_is_paused(
     ("memory", "connections", "size"),
     [(80 << 20, 1000, 65_536), (80 << 20, 4000, 20_971), (1, 1, 4096)],
 )
-def test_pieces_fit_the_memory_of_bodies(memory: int, connections: int, size: int) -> None:
+def test_pieces_fit_the_memory_of_bodies(memory, connections, size):
     """One for each connection, within bounds."""
     assert size == piece_size(memory, connections)
 
@@ -1125,12 +1074,12 @@ def in_chunks(body: bytes, size: int = 1) -> bytes:
     return b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts)
 
 
-async def test_small_chunks_share_a_rate(listen: Listen, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_small_chunks_share_a_rate(listen, monkeypatch):
     """Many small chunks of all connections wait for their rate; large chunks and other requests do not."""
     seen = 0
     parse = Connection.on_body
 
-    def count(self: Connection, body: bytes) -> None:
+    def count(self, body):
         nonlocal seen
         seen += len(body) < 2
         parse(self, body)
@@ -1158,7 +1107,7 @@ async def test_small_chunks_share_a_rate(listen: Listen, monkeypatch: pytest.Mon
     assert seen < 1_000_000
 
 
-async def test_a_body_in_small_chunks_is_read(client: Client) -> None:
+async def test_a_body_in_small_chunks_is_read(client):
     """It is slow, but complete, and the next request on the connection is answered, too."""
     chunks = in_chunks(b'{"inputs": "%s"}' % (b"a " * 10_000))
     assert 200 == (await client.ask(CHUNKED + chunks + b"0\r\n\r\n" + GET)).status

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from structlog.typing import EventDict
 
 from service.server.connection_limits import (
     OTHER_FILES,
@@ -30,12 +29,12 @@ def files(soft: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("workers", "share"), [(0, 1000), (1, 1000), (3, 334)])
-def test_processes_share_the_connections(workers: int, share: int) -> None:
+def test_processes_share_the_connections(workers, share):
     """Each keeps its part, rounded up."""
     assert share == share_of_connections(Settings(http_workers=workers, max_connections=1000))
 
 
-def test_a_process_makes_room_for_its_connections(lines: list[EventDict]) -> None:
+def test_a_process_makes_room_for_its_connections(lines):
     """It may open twice as many files as it keeps connections, and some more."""
     with files(soft=100):
         raise_file_limit(Settings(max_connections=50))
@@ -43,16 +42,16 @@ def test_a_process_makes_room_for_its_connections(lines: list[EventDict]) -> Non
     assert [] == lines
 
 
-def test_a_process_that_has_room_leaves_it(lines: list[EventDict]) -> None:
+def test_a_process_that_has_room_leaves_it(lines):
     """A limit that is high enough is not lowered."""
     with files(soft=1000):
         raise_file_limit(Settings(max_connections=50))
         assert 1000 == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-def test_too_low_limits_are_logged(lines: list[EventDict], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_low_limits_are_logged(lines, monkeypatch):
     """If the system's limit is lower, the log has the difference."""
-    allowed: list[tuple[int, int]] = []
+    allowed = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 200))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: allowed.append(limits))
     raise_file_limit(Settings(max_connections=50))
@@ -69,15 +68,13 @@ def test_too_low_limits_are_logged(lines: list[EventDict], monkeypatch: pytest.M
         (200, 1000, (50, 50)),
     ],
 )
-def test_files_are_kept_for_what_is_no_connection(
-    monkeypatch: pytest.MonkeyPatch, hard: int, connections: int, expected: tuple[int, int]
-) -> None:
+def test_files_are_kept_for_what_is_no_connection(monkeypatch, hard, connections, expected):
     """Connections that are served, and those beyond, never need all files that the process may open."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (100, hard))
     assert expected == divide_connections(Settings(max_connections=connections))
 
 
-def test_connections_over_grpc_have_files_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_over_grpc_have_files_of_their_own(monkeypatch):
     """As many as over HTTP; the system may allow fewer."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 100_000))
     settings = Settings(max_connections=100, grpc_port=8001)

@@ -14,7 +14,7 @@ class Connection:
         self.aborted = True
 
 
-def test_the_oldest_is_aborted() -> None:
+def test_the_oldest_is_aborted():
     """Beyond the limit, each new connection ends the one that has been open for longest."""
     table = ConnectionTable(0, 2)
     connections = [Connection() for _ in range(4)]
@@ -22,7 +22,7 @@ def test_the_oldest_is_aborted() -> None:
     assert [True, True, False, False] == [connection.aborted for connection in connections]
 
 
-def test_a_closed_connection_takes_no_place() -> None:
+def test_a_closed_connection_takes_no_place():
     """A connection that has ended is not counted, and may be discarded again."""
     table = ConnectionTable(0, 1)
     first, second = Connection(), Connection()

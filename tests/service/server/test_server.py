@@ -3,15 +3,10 @@ import errno
 import os
 import socket
 
-import pytest
-from fastapi import FastAPI
-from structlog.typing import EventDict
-
 from service.server.server import Server
 from service.server.sockets import UNSENT_BYTES
 from service.settings import Settings
 from service.shutdown import Stage
-from tests.service.fakes import FakeEngine
 
 
 async def started(server: Server) -> None:
@@ -20,12 +15,10 @@ async def started(server: Server) -> None:
         await asyncio.sleep(0.001)
 
 
-async def test_a_lost_listener_ends_the_process(
-    app: FastAPI, monkeypatch: pytest.MonkeyPatch, lines: list[EventDict]
-) -> None:
+async def test_a_lost_listener_ends_the_process(app, monkeypatch, lines):
     """A process that can accept no connection any more ends with a status, and does not go on unheard."""
     ended = asyncio.Event()
-    statuses: list[int] = []
+    statuses = []
     monkeypatch.setattr("os._exit", lambda status: (statuses.append(status), ended.set()))
     server = Server(app, Settings())
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -48,9 +41,7 @@ class FullListener(socket.socket):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
-async def test_a_drain_without_free_descriptors_answers(
-    app: FastAPI, engine: FakeEngine, lines: list[EventDict]
-) -> None:
+async def test_a_drain_without_free_descriptors_answers(app, engine, lines):
     """Waiting connections that cannot be accepted do not keep accepted requests from their answers."""
     engine.hold = asyncio.Event()
     server = Server(app, Settings())
@@ -75,7 +66,7 @@ async def test_a_drain_without_free_descriptors_answers(
     assert "connections cannot be accepted" in [line["event"] for line in lines]
 
 
-async def test_the_system_keeps_little_of_a_response(app: FastAPI) -> None:
+async def test_the_system_keeps_little_of_a_response(app):
     """So a response that its client does not read is in memory of the process, which has a limit."""
     server = Server(app, Settings())
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -94,7 +85,7 @@ async def test_the_system_keeps_little_of_a_response(app: FastAPI) -> None:
     assert UNSENT_BYTES == unsent
 
 
-def test_idle_connections_are_kept_as_long_as_is_set(app: FastAPI) -> None:
+def test_idle_connections_are_kept_as_long_as_is_set(app):
     """The server passes the setting on; by default it is longer than nginx keeps idle connections (60 s)."""
     kept = [
         Server(app, settings).config.timeout_keep_alive

@@ -30,7 +30,7 @@ def stale(path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o660, 0o666])
-def test_permissions_are_those_that_are_set(path: Path, mode: int) -> None:
+def test_permissions_are_those_that_are_set(path, mode):
     """The file of the socket has exactly the mode, whatever the umask of the process is."""
     before = os.umask(0o022)
     try:
@@ -42,7 +42,7 @@ def test_permissions_are_those_that_are_set(path: Path, mode: int) -> None:
         os.umask(before)
 
 
-def test_the_files_are_removed(path: Path) -> None:
+def test_the_files_are_removed(path):
     """A closed listener removes its file; its duplicates remove none."""
     with UnixListener.bind_to(path, 0o600) as listener:
         listener.dup().close()
@@ -50,7 +50,7 @@ def test_the_files_are_removed(path: Path) -> None:
     assert [] == [*path.parent.iterdir()]
 
 
-def test_a_stale_socket_is_replaced(path: Path) -> None:
+def test_a_stale_socket_is_replaced(path):
     """The file that a killed process left is no reason not to start."""
     stale(path)
     path.with_name(f"{path.name}.lock").touch()
@@ -60,7 +60,7 @@ def test_a_stale_socket_is_replaced(path: Path) -> None:
 
 
 @pytest.mark.parametrize("listens", [False, True])
-def test_a_socket_in_use_is_not_replaced(path: Path, listens: bool) -> None:
+def test_a_socket_in_use_is_not_replaced(path, listens):
     """A second service ends, also while the first one still opens its bundles and does not listen yet."""
     with UnixListener.bind_to(path, 0o600) as listener:
         if listens:
@@ -71,7 +71,7 @@ def test_a_socket_in_use_is_not_replaced(path: Path, listens: bool) -> None:
         assert connects(path)
 
 
-def test_the_socket_of_another_program_is_not_replaced(path: Path) -> None:
+def test_the_socket_of_another_program_is_not_replaced(path):
     """The socket of a program without our lock file is kept."""
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(str(path))
@@ -82,7 +82,7 @@ def test_the_socket_of_another_program_is_not_replaced(path: Path) -> None:
     assert [path] == [*path.parent.iterdir()]
 
 
-def test_another_file_is_not_replaced(path: Path) -> None:
+def test_another_file_is_not_replaced(path):
     """A file with contents stays, and the message says what it is."""
     path.write_text("precious")
     with pytest.raises(OSError, match="exists and is not a socket"):
@@ -90,7 +90,7 @@ def test_another_file_is_not_replaced(path: Path) -> None:
     assert "precious" == path.read_text()
 
 
-def test_the_socket_of_a_successor_stays(path: Path) -> None:
+def test_the_socket_of_a_successor_stays(path):
     """A listener does not remove a file that is no longer its own."""
     with UnixListener.bind_to(path, 0o600):
         path.unlink()
@@ -98,7 +98,7 @@ def test_the_socket_of_a_successor_stays(path: Path) -> None:
     assert path.exists()
 
 
-def test_what_waits_is_accepted_and_nothing_new(path: Path) -> None:
+def test_what_waits_is_accepted_and_nothing_new(path):
     """From the drain on the kernel refuses new connections, and those in the backlog are accepted."""
     with UnixListener.bind_to(path, 0o600) as listener, socket.socket(socket.AF_UNIX) as client:
         listener.listen()

@@ -45,7 +45,7 @@ async def look() -> None:
         await asyncio.sleep(0.005)
 
 
-async def test_the_slowest_reader_is_dropped(clock: Clock) -> None:
+async def test_the_slowest_reader_is_dropped(clock):
     """Until the others are within the limit: the one that reads nothing, not the largest and not the oldest."""
     responses = UnreadResponses(LIMIT, clock)
     steady, idle, slow = Connection(90), Connection(40), Connection(40)
@@ -58,7 +58,7 @@ async def test_the_slowest_reader_is_dropped(clock: Clock) -> None:
     assert [False, True, False] == [one.dropped for one in (steady, idle, slow)]
 
 
-async def test_whoever_will_be_done_soon_is_kept(clock: Clock) -> None:
+async def test_whoever_will_be_done_soon_is_kept(clock):
     """A single response may be larger than the limit."""
     responses = UnreadResponses(LIMIT, clock)
     fast, slow = Connection(1000), Connection(1000)
@@ -71,7 +71,7 @@ async def test_whoever_will_be_done_soon_is_kept(clock: Clock) -> None:
     assert (False, True) == (fast.dropped, slow.dropped)
 
 
-async def test_within_the_limit_none_is_dropped(clock: Clock) -> None:
+async def test_within_the_limit_none_is_dropped(clock):
     """Nor is one that has read its response meanwhile."""
     responses = UnreadResponses(LIMIT, clock)
     first, second = Connection(60), Connection(60)
@@ -83,7 +83,7 @@ async def test_within_the_limit_none_is_dropped(clock: Clock) -> None:
     assert (False, False) == (first.dropped, second.dropped)
 
 
-async def test_a_young_response_is_not_judged() -> None:
+async def test_a_young_response_is_not_judged():
     """A client cannot have read anything of a response that is written just now."""
     clock = Clock()
     responses = UnreadResponses(LIMIT, clock)

@@ -7,7 +7,7 @@ from service.tasks.analysis import Analysis
 from tests.service.tasks.helpers import engine
 
 
-def test_default_prompts() -> None:
+def test_default_prompts():
     """A head with a default prompt is left out, and refused where it is named."""
     made = engine(plain={}, prompted={"prompts": {"query": "query: "}, "default_prompt": "query"})
     assert ("plain",) == Analysis(inputs=["sea"]).plan(made, ()).heads

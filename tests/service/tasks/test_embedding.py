@@ -41,13 +41,13 @@ def vector(made: Any, output: Any, **options: Any) -> Any:
         ({"input_type": "query", "prompt": "ship "}, "ship sea"),
     ],
 )
-def test_prompts(options: dict[str, Any], expected: str) -> None:
+def test_prompts(options, expected):
     """The request's prompt counts, else that of the input type, else the head's default."""
     made = engine(vectors={"prompts": PROMPTS, "default_prompt": "passage"})
     assert expected.split() == words(made, **options)
 
 
-def test_prompts_of_a_head_without() -> None:
+def test_prompts_of_a_head_without():
     """Input types and their prompts may be named for every head."""
     made = engine(vectors={})
     for options in ({}, {"input_type": "query"}, {"prompt_name": "document"}):
@@ -55,7 +55,7 @@ def test_prompts_of_a_head_without() -> None:
     assert ["ship", "sea"] == words(made, prompt="ship ")
 
 
-def test_sizes_count_prompts() -> None:
+def test_sizes_count_prompts():
     """The size of an input counts the characters of its prompt and its text."""
     made = engine(vectors={"prompts": PROMPTS, "default_prompt": "query"})
     assert [10, 8] == Embedding(inputs=["sea", "a"]).plan(made, ()).sizes
@@ -116,7 +116,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused(case: str) -> None:
+def test_refused(case):
     """The error has the option that the head does not support, and the field."""
     head, options, message, param = REFUSED[case]
     with pytest.raises(InvalidInput, match=message) as caught:
@@ -125,7 +125,7 @@ def test_refused(case: str) -> None:
 
 
 @pytest.mark.parametrize("dimensions", [None, 1, 2, 4])
-def test_trained_dimensions(dimensions: int | None) -> None:
+def test_trained_dimensions(dimensions):
     """The trained numbers of dimensions, and all of them, are cut and scaled."""
     made = engine(vectors={"matryoshka_dimensions": [1, 2]})
     found = vector(made, [3, 4, 0, 12], dimensions=dimensions)
@@ -133,11 +133,11 @@ def test_trained_dimensions(dimensions: int | None) -> None:
     np.testing.assert_allclose(1, np.linalg.norm(found), rtol=1e-6)
 
 
-def test_heads_of_input_types() -> None:
+def test_heads_of_input_types():
     """An input type selects its head; without one the first head answers, and a named head is checked."""
     made = engine(document={"input_type": "document"}, query={"input_type": "query"})
     chosen = {
-        side: Embedding(inputs=["sea"], input_type=side).plan(made, ()).heads  # type: ignore[arg-type]
+        side: Embedding(inputs=["sea"], input_type=side).plan(made, ()).heads
         for side in (None, "query", "document")
     }
     assert {None: ("document",), "query": ("query",), "document": ("document",)} == chosen
@@ -146,7 +146,7 @@ def test_heads_of_input_types() -> None:
         Embedding(inputs=["sea"], input_type="query").plan(made, ("other",))
 
 
-def test_types() -> None:
+def test_types():
     """A vector is cut and scaled before it is quantized, by the ranges of its number of dimensions."""
     ranges = {2: [[0.0, 0.0], [1.0, 1.0]], 4: [[0.0] * 4, [2.0] * 4]}
     made = engine(vectors={"quantization_ranges": ranges})
@@ -159,7 +159,7 @@ def test_types() -> None:
     assert expected.tolist() == vector(made, output, output_dtype="int8").tolist()
 
 
-def test_several_types() -> None:
+def test_several_types():
     """A vector in several types equals the vector in each type alone; one type that is refused refuses all."""
     made = engine(vectors={"quantization_ranges": {4: [[0.0] * 4, [2.0] * 4]}})
     output = [3, -4, 0, 12]

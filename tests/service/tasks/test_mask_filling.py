@@ -83,7 +83,7 @@ def same(one: Any, other: Any) -> None:
 # -- results --------------------------------------------------------------------------------------
 
 
-async def test_best_tokens(engine: Engine, session: Session) -> None:
+async def test_best_tokens(engine, session):
     """Each mask token gets the tokens of highest probability in the whole vocabulary, best first."""
     tokenizer = engine.encoder.tokenizer
     reply = await fill(engine, ONE, TWO, top_k=4)
@@ -101,7 +101,7 @@ async def test_best_tokens(engine: Engine, session: Session) -> None:
         assert tokenizer.decode([found.token], skip_special_tokens=False) == found.token_str
 
 
-async def test_sequences(engine: Engine) -> None:
+async def test_sequences(engine):
     """The text has the token in place of its mask token; of several, the others stay, with the special tokens."""
     number = engine.encoder.tokenizer.token_to_id
     reply = await fill(engine, ONE, TWO, targets=["the"], top_k=1)
@@ -111,7 +111,7 @@ async def test_sequences(engine: Engine) -> None:
     assert "[CLS] [MASK] sold the boat to a the in the harbour [SEP]" == third.sequence
 
 
-async def test_targets(engine: Engine) -> None:
+async def test_targets(engine):
     """Only the targets are returned, each once, with their probabilities in the whole vocabulary."""
     whole = (await fill(engine, ONE, top_k=100)).results[0][0]
     known = {found.token_str: found.score for found in whole}
@@ -126,7 +126,7 @@ async def test_targets(engine: Engine) -> None:
     assert tokens[0].token == best.token
 
 
-async def test_targets_are_texts(engine: Engine) -> None:
+async def test_targets_are_texts(engine):
     """A target is spelled as in the vocabulary, or as text that the tokenizer reads as one token."""
     (tokens,) = (await fill(engine, ONE, targets=["THE", "##s"])).results[0]
     ids = {engine.encoder.tokenizer.token_to_id(token) for token in ("the", "##s")}
@@ -137,7 +137,7 @@ async def test_targets_are_texts(engine: Engine) -> None:
     ("target", "pieces"),
     [("the harbour", "'the'"), ("", "none"), ("\u2603", r"'\[UNK\]'")],
 )
-async def test_targets_that_are_no_token(target: str, pieces: str, engine: Engine) -> None:
+async def test_targets_that_are_no_token(target, pieces, engine):
     """They are refused by their index, with the tokens that they are."""
     with pytest.raises(InvalidInput, match=rf"targets\[1\]: .* is not one token .*{pieces}") as bad:
         await fill(engine, ONE, targets=["the", target])
@@ -147,7 +147,7 @@ async def test_targets_that_are_no_token(target: str, pieces: str, engine: Engin
 # -- batches --------------------------------------------------------------------------------------
 
 
-async def test_together_with_other_heads(engine: Engine) -> None:
+async def test_together_with_other_heads(engine):
     """Results are the same alone as in batches with texts for other heads, with or without mask tokens."""
     alone = (await fill(engine, ONE, TWO)).results
     texts = [PLAIN, TWO, "[MASK] " * 50, ONE]
@@ -173,7 +173,7 @@ async def test_together_with_other_heads(engine: Engine) -> None:
 # -- long texts -----------------------------------------------------------------------------------
 
 
-async def test_long_text(engine: Engine) -> None:
+async def test_long_text(engine):
     """A mask token of a long text is read from one window, and windows without one are not computed."""
     words = samples.text(1500, seed=3)
     middle = f"{words} the [MASK] {words}"
@@ -197,7 +197,7 @@ async def test_long_text(engine: Engine) -> None:
     assert len(reply.results[0][0][0].sequence) > 2 * len(words) * 0.9
 
 
-async def test_masks_in_several_windows(engine: Engine) -> None:
+async def test_masks_in_several_windows(engine):
     """Each mask token of a long text has its own tokens, in the order of the text."""
     words = samples.text(700, seed=3)
     text = f"[MASK] {words} [MASK] {words} [MASK]"
@@ -210,7 +210,7 @@ async def test_masks_in_several_windows(engine: Engine) -> None:
         assert found.token_str.replace("##", "") in parts[min(index, 1)] + parts[-1]
 
 
-async def test_truncated_text(engine: Engine) -> None:
+async def test_truncated_text(engine):
     """A mask token within the part that is kept is filled in, and the text is reported as truncated."""
     reply = await fill(engine, f"a [MASK] b {samples.text(900, seed=3)}", truncate=True)
     assert (1, [0]) == (len(reply.results[0]), reply.usage.truncated)
@@ -231,14 +231,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("text", "options", "message"), REFUSED.values(), ids=REFUSED)
-async def test_refused(text: str, options: Any, message: str, engine: Engine) -> None:
+async def test_refused(text, options, message, engine):
     """A text that cannot be filled in fails the request, by its index and with the reason."""
     with pytest.raises(InvalidInput, match=rf"inputs\[1\], inputs\[3\]: {message}") as refused:
         await fill(engine, ONE, text, ONE, text, **options)
     assert "inputs[1]" == refused.value.param
 
 
-async def test_refused_one_by_one(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_refused_one_by_one(engine, monkeypatch):
     """With isolated errors each text has its own reason, in parts of any size, and the others have results."""
     bad = [CUT, "a <mask>", "plain", ONE, "plain", CUT, TWO, "a <mask>"]
     expected = (await fill(engine, ONE, TWO)).results
@@ -252,22 +252,20 @@ async def test_refused_one_by_one(engine: Engine, monkeypatch: pytest.MonkeyPatc
         same(expected, [reply.results[3], reply.results[6]])
 
 
-async def test_only_inputs_with_the_same_fault_are_named(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_only_inputs_with_the_same_fault_are_named(engine, monkeypatch):
     """An error names the inputs that its reason is true of."""
     monkeypatch.setattr(engine_module, "PART_CHARACTERS", 8)
     with pytest.raises(InvalidInput, match=r"^inputs\[0\], inputs\[2\]: no mask token"):
         await fill(engine, "plain", "a <mask> text", "plain")
 
 
-async def test_as_many_masks_as_allowed(engine: Engine) -> None:
+async def test_as_many_masks_as_allowed(engine):
     """The largest number of mask tokens has a result for each."""
     reply = await fill(engine, "[MASK] " * MOST_MASKS, top_k=1)
     assert MOST_MASKS == len(reply.results[0])
 
 
-async def test_too_many_for_a_request(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_many_for_a_request(engine, monkeypatch):
     """The logits of a request are limited, whatever their texts."""
     rows = engine.manifest.vocabulary.size
     monkeypatch.setattr(fields, "MOST_LOGITS", 4 * rows)
@@ -276,9 +274,9 @@ async def test_too_many_for_a_request(engine: Engine, monkeypatch: pytest.Monkey
         await fill(engine, TWO, TWO, ONE)
 
 
-async def test_description(engine: Engine) -> None:
+async def test_description(engine):
     """A fill-mask head is described with its mask token as texts contain it."""
-    heads: Any = engine.describe()["heads"]
+    heads = engine.describe()["heads"]
     size, mask = engine.manifest.vocabulary.size, engine.manifest.mask_token_id
     described = heads["masks"]
     assert ("[MASK]", mask, size) == tuple(
@@ -287,14 +285,12 @@ async def test_description(engine: Engine) -> None:
     assert "mask_token" not in heads["sentiment"]
 
 
-async def test_decoding_leaves_the_event_loop(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_decoding_leaves_the_event_loop(engine, monkeypatch):
     """Results are decoded in a helper thread, because a softmax over the vocabulary takes long."""
-    threads: list[str] = []
+    threads = []
     whole = mask_filling.decode.fill_mask
 
-    def decode(*arguments: Any, **options: Any) -> Any:
+    def decode(*arguments, **options):
         threads.append(threading.current_thread().name)
         return whole(*arguments, **options)
 

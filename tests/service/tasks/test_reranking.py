@@ -1,7 +1,5 @@
 """The head that ranks documents where a request selects none."""
 
-from typing import Any
-
 import pytest
 
 from service.tasks.reranking import select_ranking_head
@@ -21,6 +19,6 @@ TOKENS = {"task": "late-interaction", "pooling": None, "late_interaction": {}}
         ({"classes": CLASSES}, None),
     ],
 )
-def test_ranking_heads(heads: dict[str, Any], expected: str | None) -> None:
+def test_ranking_heads(heads, expected):
     """A cross-encoder ranks, selected by None; else the first head of the first task that gives vectors."""
     assert expected == select_ranking_head(engine(**heads))

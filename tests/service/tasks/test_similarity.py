@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from service.scheduling.entries import Heads
 from service.tasks.similarity import Similarity, VectorRanking
 from tests.service.tasks.helpers import WORDS, engine
 
@@ -18,7 +17,7 @@ def read(made: Any, task: Similarity) -> list[list[str]]:
     return [[WORDS[index] for index in item.windows[0].input_ids[1:-1]] for item in items]
 
 
-def test_prompts() -> None:
+def test_prompts():
     """The source is a query and the texts are documents, or all have the default prompt."""
     made = engine(vectors={"prompts": PROMPTS, "default_prompt": "document"})
     sides = read(made, VectorRanking(source="sea", inputs=["ship", "sea"]))
@@ -28,7 +27,7 @@ def test_prompts() -> None:
 
 
 @pytest.mark.parametrize("named", [(), ("document",), ("query",)])
-def test_heads(named: Heads) -> None:
+def test_heads(named):
     """Each side has the vector of its own head, with either head named or none."""
     made = engine(document={"input_type": "document"}, query={"input_type": "query"})
     plan = VectorRanking(source="sea", inputs=["ship"]).plan(made, named)

@@ -1,10 +1,8 @@
 """Cohere's API where its client does not reach: answers, warnings and refusals."""
 
-from typing import Any
-
 import pytest
 
-from tests.service.api.dialects.conftest import MOST_INPUTS, Requests
+from tests.service.api.dialects.conftest import MOST_INPUTS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -12,7 +10,7 @@ TEXTS = ["Ada drew a comet.", "It rained in Turin."]
 LONG = "word " * 600
 
 
-async def test_embed(requests: Requests) -> None:
+async def test_embed(requests):
     """Version 1 has lists of numbers unless types are named; version 2 always has types."""
     vectors = (await requests.post("/embed", {"inputs": TEXTS}))["embeddings"]
     first = await requests.post("/cohere/v1/embed", {"texts": TEXTS})
@@ -31,7 +29,7 @@ async def test_embed(requests: Requests) -> None:
     assert ["1", "2"] == [one["meta"]["api_version"]["version"] for one in (first, second)]
 
 
-async def test_long_texts(requests: Requests) -> None:
+async def test_long_texts(requests):
     """They are cut with a warning, or refused for NONE."""
     body = {"texts": ["a", LONG], "truncate": "END"}
     found = await requests.post("/cohere/v2/embed", body)
@@ -41,7 +39,7 @@ async def test_long_texts(requests: Requests) -> None:
     assert "texts[1]" in refused["message"]
 
 
-async def test_rerank(requests: Requests) -> None:
+async def test_rerank(requests):
     """Documents are texts or objects, which an answer has whole; 100 documents are a search unit."""
     objects = [{"text": text, "title": str(place)} for place, text in enumerate(TEXTS)]
     body = {"query": "comets", "documents": objects, "return_documents": True}
@@ -58,7 +56,7 @@ async def test_rerank(requests: Requests) -> None:
     assert "document" not in plain["results"][0]
 
 
-async def test_tokens(requests: Requests) -> None:
+async def test_tokens(requests):
     """Tokens are without special tokens, with their names."""
     found = await requests.post("/cohere/v1/tokenize", {"text": TEXTS[0]})
     native = await requests.post("/tokenize", {"inputs": TEXTS[0]})
@@ -69,7 +67,7 @@ async def test_tokens(requests: Requests) -> None:
     assert text["text"]
 
 
-async def test_models(requests: Requests) -> None:
+async def test_models(requests):
     """Each model is listed with the endpoints that it has heads for."""
     (model,) = (await requests.get("/cohere/v1/models"))["models"]
     assert ("tasks@1", ["embed", "rerank"], 512, None) == (
@@ -111,7 +109,7 @@ async def test_models(requests: Requests) -> None:
         ("v1/classify", {"inputs": ["a"]}, 404, "/cohere/v1/classify"),
     ],
 )
-async def test_refusals(requests: Requests, path: str, body: Any, status: int, name: str) -> None:
+async def test_refusals(requests, path, body, status, name):
     """An error has a message alone, which names the field or the value."""
     found, refused = await requests.refuse(f"/cohere/{path}", body)
     assert (status, {"message"}) == (found, set(refused))

@@ -1,19 +1,18 @@
 """infinity's API: answers, and errors in its three forms."""
 
 import base64
-from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.service.api.dialects.conftest import MOST_INPUTS, Requests
+from tests.service.api.dialects.conftest import MOST_INPUTS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 TEXTS = ["Ada drew a comet.", "It rained in Turin."]
 
 
-async def test_embeddings(requests: Requests) -> None:
+async def test_embeddings(requests):
     """Vectors as numbers or base64, by what infinity's own client sends for the defaults."""
     vectors = (await requests.post("/embed", {"inputs": TEXTS}))["embeddings"]
     defaults = {"model": "default/not-specified", "dimensions": 0, "modality": "text"}
@@ -29,13 +28,13 @@ async def test_embeddings(requests: Requests) -> None:
     assert {8} == {len(one["embedding"]) for one in short["data"]}
 
 
-async def test_long_texts_are_reported(requests: Requests) -> None:
+async def test_long_texts_are_reported(requests):
     """The usage names the texts that were cut."""
     found = await requests.post("/infinity/embeddings", {"input": ["a", "word " * 600]})
     assert [1] == found["usage"]["truncated"]
 
 
-async def test_classify(requests: Requests) -> None:
+async def test_classify(requests):
     """Labels by falling score, or logits."""
     native = (await requests.post("/classify", {"inputs": TEXTS}))["results"]
     found = await requests.post("/infinity/classify", {"input": TEXTS})
@@ -44,7 +43,7 @@ async def test_classify(requests: Requests) -> None:
     assert not 0.99 < sum(one["score"] for one in raw["data"][0]) < 1.01
 
 
-async def test_rerank(requests: Requests) -> None:
+async def test_rerank(requests):
     """Documents by falling score, with their texts where the request wants them."""
     asked = {"query": "comets", "documents": TEXTS}
     native = (await requests.post("/rerank", {**asked, "return_text": True}))["results"]
@@ -56,7 +55,7 @@ async def test_rerank(requests: Requests) -> None:
     ]
 
 
-async def test_pages(requests: Requests) -> None:
+async def test_pages(requests):
     """What the model can do, and that it is ready."""
     (model,) = (await requests.get("/infinity/models"))["data"]
     assert ("tasks@1", ["embed", "rerank", "classify"]) == (model["id"], model["capabilities"])
@@ -75,7 +74,7 @@ async def test_pages(requests: Requests) -> None:
         ("embeddings_image", {"input": "a"}, 404, "embeddings_image"),
     ],
 )
-async def test_refusals(requests: Requests, path: str, body: Any, status: int, name: str) -> None:
+async def test_refusals(requests, path, body, status, name):
     """Bodies: a list of faults; models: OpenAI's error; paths: a text."""
     found, refused = await requests.refuse(f"/infinity/{path}", body)
     assert status == found

@@ -1,18 +1,14 @@
 """Jina's reranking, and what its embeddings add to OpenAI's."""
 
-from typing import Any
-
 import numpy as np
 import pytest
-
-from tests.service.api.dialects.conftest import Requests
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 TEXTS = ["Ada drew a comet.", "It rained in Turin."]
 
 
-async def test_rerank(requests: Requests) -> None:
+async def test_rerank(requests):
     """Documents are texts or objects with a text; an answer has their texts where the request wants them."""
     native = await requests.post("/rerank", {"query": "comets", "documents": TEXTS})
     expected = [(one["index"], one["score"]) for one in native["results"]]
@@ -36,7 +32,7 @@ async def test_rerank(requests: Requests) -> None:
         ({"query": "a", "documents": ["b"], "model": "jina-reranker-v3"}, 404, "jina-reranker-v3"),
     ],
 )
-async def test_refusals(requests: Requests, body: Any, status: int, name: str) -> None:
+async def test_refusals(requests, body, status, name):
     """An error is a text."""
     found, refused = await requests.refuse("/v1/rerank", body)
     assert (status, {"detail"}) == (found, set(refused))
@@ -52,9 +48,7 @@ async def test_refusals(requests: Requests, body: Any, status: int, name: str) -
         ({"embedding_type": "ubinary", "late_chunking": False}, {"output_dtype": "ubinary"}),
     ],
 )
-async def test_embeddings(
-    requests: Requests, asked: dict[str, object], native: dict[str, object]
-) -> None:
+async def test_embeddings(requests, asked, native):
     """The fields of Jina's API select what the native fields do."""
     expected = (await requests.post("/embed", {"inputs": TEXTS, **native}))["embeddings"]
     found = await requests.post("/v1/embeddings", {"input": TEXTS, **asked})
@@ -71,7 +65,7 @@ async def test_embeddings(
         {"input": [{"image": "a"}]},
     ],
 )
-async def test_refused_embeddings(requests: Requests, asked: dict[str, object]) -> None:
+async def test_refused_embeddings(requests, asked):
     """What the service does not have is refused by its name."""
     status, refused = await requests.refuse("/v1/embeddings", {"input": "a", **asked})
     assert (400, True) == (

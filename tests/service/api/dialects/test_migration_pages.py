@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpx
 import pytest
 from fastapi import FastAPI
 
@@ -65,7 +64,7 @@ def properties(app: FastAPI, path: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("tag", PAGES)
-def test_pages_have_every_endpoint(app: FastAPI, tag: str) -> None:
+def test_pages_have_every_endpoint(app, tag):
     """The page of an API has each of its operations."""
     paths = app.openapi()["paths"]
     operations = {
@@ -80,7 +79,7 @@ def test_pages_have_every_endpoint(app: FastAPI, tag: str) -> None:
 
 
 @pytest.mark.parametrize("endpoint", DESCRIBED, ids=lambda one: f"{one.method} {one.path}")
-def test_pages_have_every_parameter(app: FastAPI, endpoint: Endpoint) -> None:
+def test_pages_have_every_parameter(app, endpoint):
     """A table has exactly the fields of the request, and others that are refused; each has a status."""
     if endpoint.method == "GET" or not endpoint.parameters:
         assert endpoint.path in ({*app.openapi()["paths"], "/tei"})
@@ -97,9 +96,7 @@ def test_pages_have_every_parameter(app: FastAPI, endpoint: Endpoint) -> None:
 @pytest.mark.parametrize(
     ("endpoint", "name"), REFUSED, ids=[f"{one.path} {name}" for one, name in REFUSED]
 )
-async def test_refused_parameters_are_named(
-    client: httpx.AsyncClient, app: FastAPI, endpoint: Endpoint, name: str
-) -> None:
+async def test_refused_parameters_are_named(client, app, endpoint, name):
     """A request that sets a refused parameter is answered with its name."""
     fields = properties(app, endpoint.path)
     valid = {key: value for key, value in FIELDS.items() if key in fields}

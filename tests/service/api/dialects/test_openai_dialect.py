@@ -1,8 +1,6 @@
 """OpenAI's API: the tokens of OpenAI's tokenizer, by a small table in place of its own."""
 
 import base64
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import httpx
@@ -13,8 +11,6 @@ from service.api.dialects.openai_dialect import cached_token_table
 from service.core.token_table import SPECIAL_TOKENS
 from service.tasks.embedding import Embedding
 from tests.service.fakes import FakeEngine
-
-Connect = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
 
 WORDS = [b"Ad", b"Ada", b" d", b" dr", "é".encode(), "🪁".encode()]
 RANKS = {bytes([byte]): byte for byte in range(256)} | {
@@ -48,7 +44,7 @@ async def embedded(client: httpx.AsyncClient, engine: FakeEngine, body: object) 
     return engine.asked.inputs
 
 
-async def test_ids_of_the_table(client_with: Connect, engine: FakeEngine, table: Path) -> None:
+async def test_ids_of_the_table(client_with, engine, table):
     """Ids become the texts that they are of, without special tokens; a text cut inside a letter stays valid."""
     ids = encode(TEXT)
     assert len(ids) < len(TEXT.encode())
@@ -60,7 +56,7 @@ async def test_ids_of_the_table(client_with: Connect, engine: FakeEngine, table:
         assert ["plain"] == await embedded(client, engine, "plain")
 
 
-async def test_ids_that_are_not_in_the_table(client_with: Connect, table: Path) -> None:
+async def test_ids_that_are_not_in_the_table(client_with, table):
     """They are refused by the id, the place and the file."""
     async with client_with(tiktoken_file=table) as client:
         response = await client.post("/v1/embeddings", json={"input": [[97], [70000]]})
@@ -70,7 +66,7 @@ async def test_ids_that_are_not_in_the_table(client_with: Connect, table: Path) 
         assert part in message
 
 
-async def test_texts_of_ids_are_limited(client_with: Connect, tmp_path: Path) -> None:
+async def test_texts_of_ids_are_limited(client_with, tmp_path):
     """A few bytes of ids can be many of text, but not more than a body may have."""
     path = tmp_path / "long.tiktoken"
     path.write_text(f"{base64.b64encode(b'a' * 128).decode()} 0\n")

@@ -24,7 +24,7 @@ def check(message: bytes, most: int) -> None:
     check_fields(message, INFER.DESCRIPTOR, most)
 
 
-def test_fields_are_counted() -> None:
+def test_fields_are_counted():
     """A message may have as many fields as are allowed, in all of its submessages together."""
     message = INFER(model_name="a", inputs=[TENSOR]).SerializeToString()
     check(message, FIELDS + 2)  # model_name, and the number in shape
@@ -33,7 +33,7 @@ def test_fields_are_counted() -> None:
 
 
 @pytest.mark.parametrize("tag", [b"\x22", b"\x2a", b"\x32", b"\x3a"])
-def test_empty_submessages_are_not_parsed(tag: bytes) -> None:
+def test_empty_submessages_are_not_parsed(tag):
     """Two bytes make a parameter, an input, an output or raw contents; also inside another message."""
     with pytest.raises(TooLarge):
         check((tag + b"\0") * 101, 100)
@@ -44,10 +44,10 @@ def test_empty_submessages_are_not_parsed(tag: bytes) -> None:
 @pytest.mark.parametrize(
     ("field", "kind"), [("int64_contents", -1), ("fp32_contents", 0.5), ("bool_contents", True)]
 )
-def test_numbers_are_counted(field: str, kind: object) -> None:
+def test_numbers_are_counted(field, kind):
     """Elements of packed fields count less than fields, whatever their width."""
 
-    def message(count: int) -> bytes:
+    def message(count):
         tensor = {"contents": {field: [kind] * count}}
         return bytes(INFER(inputs=[tensor]).SerializeToString())
 
@@ -57,7 +57,7 @@ def test_numbers_are_counted(field: str, kind: object) -> None:
 
 
 @pytest.mark.parametrize("cut", range(1, 60))
-def test_a_message_that_is_cut_off_is_refused(cut: int) -> None:
+def test_a_message_that_is_cut_off_is_refused(cut):
     """Without its end, a message is not valid, or has fewer fields."""
     message = INFER(model_name="a", inputs=[TENSOR]).SerializeToString()
     try:

@@ -1,19 +1,14 @@
 """The paths of the native API and of other servers' APIs."""
 
 import re
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from functools import partial
-from pathlib import Path
-from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
 from service import errors
 from service.api.app import create_app
-from service.api.dialects.registry import DIALECTS, KEPT, NATIVE, Dialect, Paths
+from service.api.dialects.registry import DIALECTS, KEPT, NATIVE, Paths
 from service.api.native_routes import Route
 from service.errors import (
     BadRequest,
@@ -25,11 +20,10 @@ from service.errors import (
 from service.keys import Key, digest
 from service.observability.metrics import Metrics
 from service.processes.single_process import open_local_engines
-from service.settings import RootDialect, Settings
-from tests.service.api.dialects.conftest import MOST_INPUTS, Requests
+from service.settings import Settings
+from tests.service.api.dialects.conftest import MOST_INPUTS
 from tests.service.conftest import living
 
-Connect = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
 BODY = {"inputs": "a text"}
 
 
@@ -67,7 +61,7 @@ BODY = {"inputs": "a text"}
         ("tei", "OPTIONS", "*", "*", "native"),
     ],
 )
-def test_paths(root: RootDialect, method: str, path: str, expected: str, form: str) -> None:
+def test_paths(root, method, path, expected, form):
     """A dialect has its prefix; the root dialect has the bare paths, except those that are kept."""
     forms = {dialect.error_form: dialect.prefix for dialect in DIALECTS}
     found, error_form = Paths(root).resolve(method, path)
@@ -109,13 +103,7 @@ TEI = {
         ({"aliases": {"BAAI/bge": "tasks", "BAAI/bge@2": "tasks"}}, 200, 200),
     ],
 )
-async def test_an_invented_model(
-    tasks_bundle: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    settings: dict[str, Any],
-    by_tei: int,
-    by_others: int,
-) -> None:
+async def test_an_invented_model(tasks_bundle, monkeypatch, settings, by_tei, by_others):
     """Only TEI's API accepts any name, unless the settings say otherwise; a service in TEI's place does so, too."""
     monkeypatch.setattr("service.engines.local_device.WARM_UP_S", 0.001)
     chosen = Settings(bundles=(tasks_bundle,), provider="cpu", threads=1, **settings)
@@ -157,7 +145,7 @@ DOCUMENTS = [dict.fromkeys(("text", "title", "url", "id"), "a") for _ in range(M
     ],
 )
 @pytest.mark.asyncio(loop_scope="module")
-async def test_many_values(requests: Requests, path: str, body: object) -> None:
+async def test_many_values(requests, path, body):
     """A request of the largest number of inputs may have long lists of token ids, and documents with further fields."""
     await requests.post(path, body)
 
@@ -172,9 +160,7 @@ RERANK = {
 }
 
 
-async def test_a_model_without_a_ranking_head_ranks_by_vectors(
-    tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_model_without_a_ranking_head_ranks_by_vectors(tiny_bundle, monkeypatch):
     """In every API, with the head in a header; the native route requires the head in the request."""
     monkeypatch.setattr("service.engines.local_device.WARM_UP_S", 0.001)
     settings = Settings(bundles=(tiny_bundle,), provider="cpu", threads=1)
@@ -239,13 +225,13 @@ OPTIONS = {"wait_for_model": True, "use_gpu": True, "use_cache": True}
     ],
 )
 @pytest.mark.asyncio(loop_scope="module")
-async def test_bodies_of_usual_clients(requests: Requests, path: str, body: object) -> None:
+async def test_bodies_of_usual_clients(requests, path, body):
     """Null is not given, and an API ignores what its own server ignores."""
     await requests.post(path, body)
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_paths_that_clients_call_first(requests: Requests) -> None:
+async def test_paths_that_clients_call_first(requests):
     """Clients of vLLM and of KServe's first protocol list the models, and predict."""
     (model,) = (await requests.get("/vllm/v1/models"))["data"]
     assert ("tasks@1", True) == (model["id"], (await requests.get("/v1/models/tasks"))["ready"])
@@ -262,7 +248,7 @@ async def test_paths_that_clients_call_first(requests: Requests) -> None:
     assert labels == await requests.post("/tei/predict", {"inputs": "a"})
 
 
-async def test_root_dialect(client_with: Connect) -> None:
+async def test_root_dialect(client_with):
     """The bare path and the prefixed one answer alike; the native one is under /native."""
     async with client_with(root_dialect="tei") as client:
         bare, prefixed, native = [
@@ -278,7 +264,7 @@ async def test_root_dialect(client_with: Connect) -> None:
         assert ["tiny@1"] == [one["id"] for one in (await client.get("/models")).json()["models"]]
 
 
-async def test_native_paths_are_checked(client_with: Connect) -> None:
+async def test_native_paths_are_checked(client_with):
     """The prefix changes neither the key that a path needs nor what is open."""
     keys = {"search": Key(sha256=digest("quartet_search").hex())}
     async with client_with(keys=keys) as client:
@@ -291,7 +277,7 @@ async def test_native_paths_are_checked(client_with: Connect) -> None:
 
 
 @pytest.mark.parametrize("name", ["Authorization", "api-key", "X-API-Key"])
-async def test_keys_of_clients(client_with: Connect, name: str) -> None:
+async def test_keys_of_clients(client_with, name):
     """A key is read from the header where a client sends it; two different keys are refused."""
     keys = {"search": Key(sha256=digest("quartet_search").hex())}
     value = "Bearer quartet_search" if name == "Authorization" else "quartet_search"
@@ -302,7 +288,7 @@ async def test_keys_of_clients(client_with: Connect, name: str) -> None:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=[dialect.prefix for dialect in DIALECTS])
-def test_error_forms(dialect: Dialect) -> None:
+def test_error_forms(dialect):
     """Every error has the body that the OpenAPI document declares for the dialect."""
     own = {MethodNotAllowed: {"allow": "POST"}, UnsupportedEncoding: {"accepted": "gzip"}}
     for kind in errors.kinds():
@@ -331,7 +317,7 @@ POSTS = [
 @pytest.mark.parametrize(
     ("dialect", "path"), POSTS, ids=[f"{dialect.prefix} {path}" for dialect, path in POSTS]
 )
-async def test_malformed_bodies(client: httpx.AsyncClient, dialect: Dialect, path: str) -> None:
+async def test_malformed_bodies(client, dialect, path):
     """They are refused in the form of the dialect's errors."""
     forms = {
         frozenset(dialect.error_form(error("")).body)

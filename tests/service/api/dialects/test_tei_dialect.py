@@ -1,28 +1,19 @@
 """The API of text-embeddings-inference where its clients do not reach."""
 
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
-
-import httpx
 import numpy as np
 import pytest
 
 from service.tasks.embedding import Embedding
 from service.tasks.late_interaction import TokenEmbedding
 from service.tasks.sparse_embedding import SparseEmbedding
-from tests.service.api.dialects.conftest import Requests
-from tests.service.fakes import VECTORS, FakeEngine
-
-Connect = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
+from tests.service.fakes import VECTORS
 
 
 @pytest.mark.parametrize(
     ("asked", "input_type"),
     [({}, "document"), ({"prompt_name": "query"}, "query"), ({"truncate": False}, "document")],
 )
-async def test_embed_all(
-    client: httpx.AsyncClient, engine: FakeEngine, asked: dict[str, object], input_type: str
-) -> None:
+async def test_embed_all(client, engine, asked, input_type):
     """The vectors of all tokens of each text, by the head of late interaction."""
     response = await client.post("/tei/embed_all", json={"inputs": ["a", "b"], **asked})
     assert [VECTORS.tolist()] * 2 == response.json()
@@ -31,7 +22,7 @@ async def test_embed_all(
     assert (input_type, asked.get("truncate", True)) == (task.input_type, task.truncate)
 
 
-async def test_embed_sparse(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_embed_sparse(client, engine):
     """The weights of tokens of each text, by the sparse head."""
     body = {"inputs": ["a", "b"], "truncate": False, "prompt_name": None}
     response = await client.post("/tei/embed_sparse", json=body)
@@ -40,7 +31,7 @@ async def test_embed_sparse(client: httpx.AsyncClient, engine: FakeEngine) -> No
     assert SparseEmbedding(inputs=["a", "b"], truncate=False) == engine.asked
 
 
-async def test_prompts(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+async def test_prompts(client, engine):
     """A request may name a prompt of the head."""
     response = await client.post("/tei/embed", json={"inputs": "a", "prompt_name": "query"})
     assert 200 == response.status_code
@@ -52,7 +43,7 @@ async def test_prompts(client: httpx.AsyncClient, engine: FakeEngine) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_vectors_and_weights_of_tokens(requests: Requests) -> None:
+async def test_vectors_and_weights_of_tokens(requests):
     """They equal the answers of the native routes."""
     body = {"inputs": ["Ada drew a comet.", "It rained in Turin."]}
     vectors = (await requests.post("/embed-tokens", body))["embeddings"]

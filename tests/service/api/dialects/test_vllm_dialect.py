@@ -1,17 +1,12 @@
 """The API of vLLM's pooling models: answers and errors."""
 
 import base64
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
-from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
 from service.core.bundle import Head
-from tests.service.api.dialects.conftest import MOST_INPUTS, Requests
-from tests.service.fakes import FakeEngine
+from tests.service.api.dialects.conftest import MOST_INPUTS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -19,7 +14,7 @@ TEXTS = ["Ada drew a comet.", "It rained in Turin."]
 LONG = "word " * 600
 
 
-async def test_classify(requests: Requests) -> None:
+async def test_classify(requests):
     """The best label, and the scores of all in the order of the head."""
     native = (await requests.post("/classify", {"inputs": TEXTS}))["results"]
     found = (await requests.post("/vllm/classify", {"input": TEXTS}))["data"]
@@ -34,7 +29,7 @@ async def test_classify(requests: Requests) -> None:
 
 
 @pytest.mark.parametrize("path", ["/vllm/score", "/vllm/v1/score"])
-async def test_score(requests: Requests, path: str) -> None:
+async def test_score(requests, path):
     """One text with several, or pairs, by a cross-encoder; in the order of the request."""
     native = await requests.post("/rerank", {"query": TEXTS[0], "documents": TEXTS})
     expected = [one["score"] for one in sorted(native["results"], key=lambda one: one["index"])]
@@ -51,7 +46,7 @@ async def test_score(requests: Requests, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/vllm/rerank", "/vllm/v1/rerank", "/vllm/v2/rerank"])
-async def test_rerank(requests: Requests, path: str) -> None:
+async def test_rerank(requests, path):
     """Documents by falling score, always with their texts; top_n 0 is all."""
     asked = {"query": "comets", "documents": TEXTS}
     native = (await requests.post("/rerank", {**asked, "return_text": True}))["results"]
@@ -62,7 +57,7 @@ async def test_rerank(requests: Requests, path: str) -> None:
     assert 1 == len((await requests.post(path, {**asked, "top_n": 1}))["results"])
 
 
-async def test_pooling(requests: Requests) -> None:
+async def test_pooling(requests):
     """Vectors of texts unless the request names another task."""
     vectors = (await requests.post("/embed", {"inputs": TEXTS}))["embeddings"]
     body = {"input": TEXTS, "request_id": "mine"}
@@ -82,7 +77,7 @@ async def test_pooling(requests: Requests) -> None:
     )
 
 
-async def test_pooling_of_tokens(requests: Requests) -> None:
+async def test_pooling_of_tokens(requests):
     """A matrix for each text, whose base64 has the vectors one after the other."""
     expected = (await requests.post("/embed-tokens", {"inputs": TEXTS}))["embeddings"]
     body = {"input": TEXTS, "task": "token_embed"}
@@ -94,7 +89,7 @@ async def test_pooling_of_tokens(requests: Requests) -> None:
         np.testing.assert_allclose(matrix, numbers.reshape(len(matrix), -1), atol=1e-6)
 
 
-async def test_token_ids(requests: Requests) -> None:
+async def test_token_ids(requests):
     """Ids belong to the tokenizer of the model."""
     native = await requests.post("/tokenize", {"inputs": TEXTS[0]})
     tokens = native["results"][0]["tokens"]
@@ -104,7 +99,7 @@ async def test_token_ids(requests: Requests) -> None:
     np.testing.assert_allclose(expected["data"][0]["data"], found["data"][0]["data"], atol=1e-6)
 
 
-async def test_long_texts(requests: Requests) -> None:
+async def test_long_texts(requests):
     """They are refused, or cut for -1."""
     status, refused = await requests.refuse("/vllm/classify", {"input": [LONG]})
     assert (400, "BadRequestError", 400) == (
@@ -143,7 +138,7 @@ async def test_long_texts(requests: Requests) -> None:
         ("rerank", {"documents": ["a"]}, 400, "query"),
     ],
 )
-async def test_refusals(requests: Requests, path: str, body: Any, status: int, name: str) -> None:
+async def test_refusals(requests, path, body, status, name):
     """An error has OpenAI's form, with the status as its code."""
     found, refused = await requests.refuse(f"/vllm/{path}", body)
     status = 400 if status == 413 else status
@@ -151,10 +146,7 @@ async def test_refusals(requests: Requests, path: str, body: Any, status: int, n
     assert name in refused["error"]["message"]
 
 
-Connect = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
-
-
-async def test_scores_by_vectors(client_with: Connect, engine: FakeEngine) -> None:
+async def test_scores_by_vectors(client_with, engine):
     """Without a cross-encoder, one text is compared with others by vectors of tokens, else of texts."""
     body = {"text_1": "a", "text_2": ["b", "c"]}
     async with client_with() as client:
