@@ -50,6 +50,8 @@ FROM ${PYTHON_IMAGE} AS app
 ARG BUNDLE=bundles/quartet-mini
 COPY service/ /app/service/
 COPY ${BUNDLE}/ /bundles/default/
+# The service finds it there as an installed wheel finds its bundle, so options after the image's name do not replace it.
+RUN ln -s /bundles/default /app/service/default_bundle
 # Byte code that is valid for all file times, because image layers may change them and the images write no byte code.
 RUN python3 -m compileall -q --invalidation-mode unchecked-hash /app \
     && chmod -R a+rX /app /bundles
@@ -71,7 +73,7 @@ STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 \
     CMD ["/opt/quartet/bin/python", "-c", "import http.client, os; c = http.client.HTTPConnection('127.0.0.1', int(os.environ.get('QUARTET_PORT') or 8000), timeout=4); c.request('GET', '/health/ready'); raise SystemExit(c.getresponse().status != 200)"]
 ENTRYPOINT ["/opt/quartet/bin/python", "-m", "service"]
-CMD ["/bundles/default"]
+CMD []
 
 FROM runtime AS gpu
 ENV NVIDIA_VISIBLE_DEVICES=all \

@@ -295,7 +295,7 @@ def test_image_runs_as_an_unprivileged_user(target):
 def test_image_gets_signals_itself(target):
     """The service is the container's first process, with no shell between it and SIGTERM."""
     assert [sys.executable, "-m", "service"] == command(image(target).all("ENTRYPOINT")[-1])
-    assert ["/bundles/default"] == command(image(target).all("CMD")[-1])
+    assert [] == command(image(target).all("CMD")[-1])
     assert "SIGTERM" == image(target).all("STOPSIGNAL")[-1]
 
 
@@ -330,17 +330,21 @@ def test_health_check_fails_while_nothing_answers():
 
 @pytest.mark.e2e
 def test_what_the_image_runs_is_healthy_and_writes_nothing(tmp_path):
-    """Only service/ and a bundle, started as in the image, get ready and leave no trace."""
+    """Only service/ and a bundle, started as in the image with an option, get ready and leave no trace."""
     bundle = ROOT / DEFAULTS["BUNDLE"]
     if not bundle.exists():
         pytest.skip(f"no {DEFAULTS['BUNDLE']} in this checkout")
     shutil.copytree(ROOT / "service", tmp_path / "app/service", ignore=ignore_bytecode)
-    shutil.copytree(bundle, tmp_path / "bundle")
+    shutil.copytree(bundle, tmp_path / "bundles/default")
+    (link,) = (line for line in STAGES["app"].all("RUN") if line.startswith("ln "))
+    _, _, target, name = link.split()
+    Path(f"{tmp_path}{name}").symlink_to(f"{tmp_path}{target}")
     before = snapshot(tmp_path)
     env = environment("cpu") | {"QUARTET_PORT": str(free_port()), "HOME": "/nonexistent"}
     entrypoint = command(image("cpu").all("ENTRYPOINT")[-1])
 
-    with subprocess.Popen([*entrypoint, tmp_path / "bundle"], cwd=tmp_path / "app", env=env) as run:
+    options = ["--max-batch-tokens", "2048"]
+    with subprocess.Popen([*entrypoint, *options], cwd=tmp_path / "app", env=env) as run:
         try:
             assert healthy(run, env, seconds=60)
         finally:
