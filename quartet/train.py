@@ -85,14 +85,23 @@ def main() -> int:
 def find_task(file: str) -> str:
     """Return the task whose columns and rows a file has. Raises ValueError with the reasons where none fits."""
     from model.data.labelled_rows import read
+    from service.core.data_files.columns import TRAINING, ColumnsError
     from service.core.data_files.text_files import DataError
 
-    reasons = []
+    reasons = {}
     for task in TASKS:
         try:
             read(file, task)
+        except ColumnsError:
+            reasons[task] = str(TRAINING[task])
         except DataError as error:
-            reasons.append(f"{task}: {error}")
+            reasons[task] = str(error)
         else:
             return task
-    raise ValueError("; ".join(reasons))
+    if len({*reasons.values()}) == 1:
+        raise ValueError(reasons[task])
+    lines = [f"{file} has rows of no task:"]
+    lines += [f"{task}: {reasons[task]}" for task in reversed(TASKS)]
+    raise ValueError(
+        "\n  ".join(lines) + f"\nNames of other columns: {file}?text=COLUMN&label=COLUMN"
+    )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from model.data import spans
+from model.data import conll, spans
 from service.core.data_files import rows
 from service.core.data_files.columns import Needs, choose, fits
 from service.core.data_files.rows import Format
@@ -53,9 +53,14 @@ def read_table(path: Path, needs: Needs, query: str, problem_type: str | None) -
     Raises DataError naming file, line, column and value.
     """
     table = rows.open_table(path, needs, query)
+    answer = table.names.index("answer") if "answer" in table.names else None
     readers = {field: _cell_reader(field, problem_type) for field in table.chosen}
+    left_out = 0
     for where, cells in table.rows:
         if not any(map(str.strip, cells)):
+            continue
+        if answer is not None and is_left_out({"answer": cells[answer]}, needs):
+            left_out += 1
             continue
         fields = {}
         for field, place in table.places.items():
@@ -67,6 +72,7 @@ def read_table(path: Path, needs: Needs, query: str, problem_type: str | None) -
             if value is not None:
                 fields[field] = value
         yield where, Fields(fields, table.chosen)
+    log_left_out(path, left_out)
 
 
 def read_objects(path: Path, needs: Needs, query: str, *, lines: bool) -> Iterator[Record]:
@@ -74,11 +80,29 @@ def read_objects(path: Path, needs: Needs, query: str, *, lines: bool) -> Iterat
 
     lines: whether the file has one JSON object per line
     """
+    left_out = 0
     for where, row in rows.read_objects(path, None if lines else rows.read_document(path)):
-        if needs.task == "ner":
-            row = spans.flatten(row)  # noqa: PLW2901
+        if is_left_out(row, needs):
+            left_out += 1
+            continue
+        row = spans.flatten(where, row, needs.task)  # noqa: PLW2901
         chosen = choose(where, needs, tuple(row), query)
         yield where, Fields({field: row[name] for field, name in chosen.items()}, chosen)
+    log_left_out(path, left_out)
+
+
+def is_left_out(row: dict[str, Any], needs: Needs) -> bool:
+    """Return whether the annotator of a row has rejected or skipped it, or not seen it (Prodigy, Label Studio)."""
+    if row.get("answer") in ("reject", "ignore") and "answer" not in needs.fields:
+        return True
+    return spans.is_task(row) and not spans.annotation(row)
+
+
+def log_left_out(path: Path, count: int) -> None:
+    if count:
+        conll.log(
+            f"{path}: rows left out because the annotator rejected or skipped them: {count:,}"
+        )
 
 
 def _cell_reader(field: str, problem_type: str | None) -> Callable[[str], Any]:

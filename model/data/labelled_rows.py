@@ -34,6 +34,11 @@ from service.core.data_files.text_files import DataError
 SAME = ("entailment", "duplicate", "paraphrase", "equivalent", "true", "1")
 DIFFERENT = ("contradiction", "neutral", "false", "0", *(f"not_{label}" for label in SAME[:4]))
 NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)\s*")
+HINTS = {
+    "entities": ": spans are a list; tagged words need tokens and tags",
+    **dict.fromkeys(("label", "labels"), ': labels are a list, such as ["a", "b"]'),
+}
+MOST_CHARACTERS = 100  # of a value in a message
 MOST_PLACES = 5  # rows without a field that a message names
 
 
@@ -199,11 +204,26 @@ def _get(where: str, row: dict[str, Any], *names: str, kind: Any = str) -> Any:
         if (value := row.get(name)) is not None:
             is_finite = not isinstance(value, float) or math.isfinite(value)
             if not isinstance(value, kind) or isinstance(value, bool) or not is_finite:
-                also = ": spans are a list; tagged words need tokens and tags"
-                hint = also if name == "entities" else ""
-                raise DataError(f"{where}: {shown.get(name, name)} may not be {value!r}{hint}")
+                hint = HINTS.get(name, "") if kind is list else ""
+                if kind is str and isinstance(value, list | dict):
+                    hint = ': a row is an object of its own, as pandas writes with orient="records"'
+                value = repr(value)
+                value = value if len(value) <= MOST_CHARACTERS else value[:MOST_CHARACTERS] + "..."
+                raise DataError(f"{where}: {shown.get(name, name)} may not be {value}{hint}")
             return value
     raise MissingFieldError(where, " or ".join(shown.get(name, name) for name in names))
+
+
+def _label_field(row: dict[str, Any]) -> str:
+    """Return the field with the labels of a row of one label."""
+    names = row.names if isinstance(row, Fields) else row
+    return "labels" if "labels" in names and "label" not in names else "label"
+
+
+def _shown(row: dict[str, Any]) -> str:
+    """Return the name of the column of labels."""
+    field = _label_field(row)
+    return row.names[field] if isinstance(row, Fields) else field
 
 
 def _text(where: str, row: dict[str, Any], problem_type: str | None) -> Text:
@@ -215,10 +235,16 @@ def _text(where: str, row: dict[str, Any], problem_type: str | None) -> Text:
     if problem_type == "multi_label_classification":
         labels = _get(where, row, "labels", "label", kind=list)
     else:
-        labels = [_get(where, row, "label", kind=str | int)]
+        labels = _get(where, row, _label_field(row), kind=str | int | list)
+        labels = labels if isinstance(labels, list) else [labels]
+        if len(labels) > 1:
+            several = 'several labels of a row need problem_type = "multi_label_classification"'
+            raise DataError(f"{where}: {_shown(row)} may not be {labels!r}: {several}")
+    if not all(isinstance(label, str | int) and not isinstance(label, bool) for label in labels):
+        raise DataError(f"{where}: {_shown(row)} may not be {labels!r}: labels are text")
     stripped = [str(label).strip() for label in labels]
-    if not all(stripped):
-        raise MissingFieldError(where, row.names["label"] if isinstance(row, Fields) else "label")
+    if not all(stripped) or (not labels and problem_type != "multi_label_classification"):
+        raise MissingFieldError(where, _shown(row))
     return Text(where, text, pair, labels=tuple(stripped))
 
 
@@ -357,9 +383,7 @@ def _related(where: str, row: dict[str, Any], scores: tuple[float, float]) -> Si
     label = row.get("label")
     match columns.normalize(str("" if label is None else label)):
         case "":
-            raise MissingFieldError(
-                where, row.names["label"] if isinstance(row, Fields) else "label"
-            )
+            raise MissingFieldError(where, _shown(row))
         case name if name in SAME:
             return Similar(where, pair, None)
         case name if name in DIFFERENT:

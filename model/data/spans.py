@@ -23,14 +23,29 @@ class Span(NamedTuple):
     label: str
 
 
-def flatten(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a task of Label Studio as a text with its entities, and any other row as it is."""
-    data, annotations = row.get("data"), row.get("annotations")
-    if not isinstance(data, dict) or not isinstance(annotations, list):
+def is_task(row: dict[str, Any]) -> bool:
+    """Return whether a row is a task of Label Studio."""
+    return isinstance(row.get("data"), dict) and isinstance(row.get("annotations"), list)
+
+
+def annotation(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the first annotation of a task that was not skipped; empty if there is none."""
+    return next((each for each in row["annotations"] if not each.get("was_cancelled")), {})
+
+
+def flatten(where: str, row: dict[str, Any], task: str) -> dict[str, Any]:
+    """Return a task of Label Studio as a text with its entities or labels, and any other row as it is.
+
+    Raises DataError where it has results of another kind only.
+    """
+    if not is_task(row) or task not in ("ner", "classification"):
         return row
-    results = [result for each in annotations[:1] for result in each.get("result", ())]
-    values = [result.get("value", {}) for result in results]
-    return {**data, "entities": [value for value in values if "labels" in value]}
+    field, name = ("entities", "labels") if task == "ner" else ("labels", "choices")
+    values = [result.get("value", {}) for result in annotation(row).get("result", ())]
+    found = [value for value in values if name in value]
+    if values and not found:
+        raise DataError(f"{where}: no result has {name}, which {task} needs: {values[0]!r}")
+    return {**row["data"], field: found if task == "ner" else [n for v in found for n in v[name]]}
 
 
 def read(where: str, text: str, entities: list[Any]) -> list[Span]:

@@ -33,9 +33,13 @@ ALSO = {
     "tokens": ("words",),
     "score": ("similarity_score",),
     "answer": ("answer_text",),
-    "label": ("labels",),
-    "entities": ("spans", "ents", "label", "result"),
+    "label": ("labels", "accept"),
+    "entities": ("spans", "ents", "label", "labels", "result"),
 }
+
+
+class ColumnsError(DataError):
+    """A file without the columns that a task needs."""
 
 
 class Needs(NamedTuple):
@@ -44,6 +48,9 @@ class Needs(NamedTuple):
     task: str
     fields: tuple[str, ...]
     required: tuple[tuple[str, ...], ...]
+
+    def __str__(self) -> str:
+        return f"needs {', or '.join(' and '.join(fields) for fields in self.required)}"
 
 
 TRAINING = {
@@ -133,14 +140,15 @@ def fits(needs: Needs, found: Mapping[str, str]) -> bool:
     return any(found.keys() >= {*fields} for fields in needs.required)
 
 
-def lacking(where: str, needs: Needs, names: Sequence[str], found: Mapping[str, str]) -> DataError:
+def lacking(
+    where: str, needs: Needs, names: Sequence[str], found: Mapping[str, str]
+) -> ColumnsError:
     """Return the error for columns without a required field."""
     closest = max(needs.required, key=lambda fields: len(found.keys() & {*fields}))
     missing = next(field for field in closest if field not in found)
-    needed = ", or ".join(" and ".join(fields) for fields in needs.required)
     known = ", ".join(accepted(needs, missing))
-    return DataError(
-        f"{where}: no {missing} (recognized names: {known}): {needs.task} needs {needed}; the"
+    return ColumnsError(
+        f"{where}: no {missing} (recognized names: {known}): {needs.task} {needs}; the"
         f" columns are {', '.join(map(_short, names))}. Say which is which: {_example(needs)}"
     )
 

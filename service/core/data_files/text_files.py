@@ -1,4 +1,4 @@
-"""Text files: UTF-8 with or without a byte order mark, or UTF-16 with one; plain, `.gz`, `.xz` or `.bz2`."""
+"""Text files: UTF-8 with or without a byte order mark, or UTF-16 or UTF-32 with one; plain, `.gz`, `.xz` or `.bz2`."""
 
 import bz2
 import gzip
@@ -10,7 +10,13 @@ from typing import Any
 
 COMPRESSED = {".bz2": bz2.open, ".gz": gzip.open, ".xz": lzma.open}
 DAMAGE = (EOFError, zlib.error, lzma.LZMAError, OSError)
-BYTE_ORDER_MARKS = {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}  # UTF-8 is read with any or none
+# UTF-8 is read with a mark or without one. That of UTF-32 may begin as that of UTF-16 does.
+BYTE_ORDER_MARKS = {
+    b"\xff\xfe\0\0": "utf-32",
+    b"\0\0\xfe\xff": "utf-32",
+    b"\xff\xfe": "utf-16",
+    b"\xfe\xff": "utf-16",
+}
 # The first bytes of files that are no text, and what to do with them.
 OTHER_FILES = {
     b"PK\x03\x04": "a ZIP archive or an Excel workbook: export its table as CSV UTF-8",
@@ -85,16 +91,27 @@ def _open(path: Path, newline: str | None = None) -> Any:
     for start, description in OTHER_FILES.items():
         if first.startswith(start):
             raise DataError(f"{path} is no text but {description}")
-    encoding = BYTE_ORDER_MARKS.get(first[:2], "utf-8-sig")
+    encoding = _marked_encoding(first)
+    if encoding == "utf-8-sig" and b"\0" in first:
+        raise DataError(
+            f"{path}: UTF-16 or UTF-32 without a byte order mark: save the file as UTF-8"
+        )
     return _opener(path)(path, "rt", encoding=encoding, newline=newline)
+
+
+def _marked_encoding(start: bytes) -> str:
+    """Return the encoding that the first bytes of a file say, else UTF-8."""
+    marked = (name for mark, name in BYTE_ORDER_MARKS.items() if start.startswith(mark))
+    return next(marked, "utf-8-sig")
 
 
 def _undecodable(path: Path) -> DataError:
     """Return the error for a file that is no text, with the place of the first wrong byte."""
     with _opener(path)(path, "rb") as file:
         content = file.read()
-    if content[:2] in BYTE_ORDER_MARKS:
-        return DataError(f"{path}: begins as UTF-16 and is none: save the file as UTF-8")
+    if (encoding := _marked_encoding(content)) != "utf-8-sig":
+        name = encoding.upper()
+        return DataError(f"{path}: begins as {name} and is none: save the file as UTF-8")
     for number, line in enumerate(content.splitlines(), start=1):
         try:
             line.decode("utf-8-sig" if number == 1 else "utf-8")

@@ -389,6 +389,88 @@ def test_wrong_spans(tmp_path, entities, message):
         read(tmp_path / "a.jsonl", text, "ner")
 
 
+def choices(*names: str, **annotation: bool) -> dict[str, Any]:
+    """Return a task of Label Studio."""
+    values = [{"value": {"choices": [name]}, "type": "choices"} for name in names]
+    return {"data": {"text": "a"}, "annotations": [{"result": values, **annotation}]}
+
+
+@pytest.mark.parametrize(
+    ("row", "labels"),
+    [
+        ({"text": "a", "label": ["x"]}, ["x"]),  # doccano
+        ({"text": "a", "labels": "x"}, ["x"]),
+        ({"text": "a", "accept": ["x"], "options": [], "answer": "accept"}, ["x"]),  # Prodigy
+        (choices("x"), ["x"]),
+        (
+            {"text": "a", "label": ["x", "y"]},
+            r"may not be \['x', 'y'\]: several labels of a row need",
+        ),
+        (choices("x", "y"), "labels may not be .*: several labels of a row need problem_type"),
+        ({"text": "a", "label": []}, "no label"),
+        ({"text": "a", "label": [{"start": 0}]}, "label may not be .*: labels are text"),
+        ({"text": ["a", "b"], "label": ["x", "y"]}, 'text may not be .* orient="records"'),
+        (
+            {"text": {"0": "a" * 200}, "label": {"0": "x"}},
+            r"text may not be \{'0': 'a+\.\.\.: a row is",
+        ),
+    ],
+)
+def test_labels_of_annotation_tools(
+    tmp_path: Path, row: dict[str, Any], labels: list[str] | str
+) -> None:
+    """A list of one label is that label; other lists need another type of problem."""
+    text = json.dumps([row])
+    if isinstance(labels, str):
+        with pytest.raises(DataError, match=labels):
+            read(tmp_path / "a.json", text)
+    else:
+        assert pairs(read(tmp_path / "a.json", text)) == [("a", label) for label in labels]
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "others"),
+    [
+        (
+            "classification",
+            {"text": "a", "label": "x"},
+            [{"answer": "reject"}, {"answer": "ignore"}],
+        ),
+        ("ner", {"text": "a", "spans": []}, [{"answer": "reject"}, {"answer": "ignore"}]),
+        ("ner", SPANS[3], [{"annotations": []}, {"annotations": [{"was_cancelled": True}]}]),
+        ("classification", choices("x"), [choices("x", was_cancelled=True), {"annotations": []}]),
+    ],
+)
+def test_rows_that_the_annotator_left_out(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    task: str,
+    row: dict[str, Any],
+    others: list[dict[str, Any]],
+) -> None:
+    """They are no training data, and counted."""
+    rows = [{**row, **other} for other in others]
+    [_] = read(tmp_path / "a.json", json.dumps([*rows, {**row, "answer": "accept"}]), task)
+    assert [
+        f"{tmp_path / 'a.json'}: rows left out because the annotator rejected or skipped them: 2"
+    ] == (caplog.messages)
+
+
+def test_rejected_rows_of_a_table(tmp_path: Path) -> None:
+    """A column `answer` of question answering has answers."""
+    text = "text,label,answer\na,x,accept\nb,x,reject\n"
+    assert pairs(read(tmp_path / "a.csv", text)) == [("a", "x")]
+    text = "question,context,answer,answer_start\nWhat?,we reject it,reject,3\n"
+    [row] = read(tmp_path / "b.csv", text, "qa")
+    assert row.answers == (("reject", 3),)
+
+
+def test_results_of_another_kind(tmp_path: Path) -> None:
+    """Choices are no entities: training on them would learn that no word is one."""
+    with pytest.raises(DataError, match=r"row 1: no result has labels, which ner needs: .*choices"):
+        read(tmp_path / "a.json", json.dumps([choices("x")]), "ner")
+
+
 # -- errors ---------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Text files are UTF-8 or UTF-16 by their byte order mark; any other file is refused with the place of its fault."""
+"""Text files are UTF-8, UTF-16 or UTF-32 by their byte order mark; others are refused with the place of the fault."""
 
 import gzip
 
@@ -9,7 +9,7 @@ from model.data.checksums import DataError
 from service.core.data_files.text_files import read_lines, read_text
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
 @pytest.mark.parametrize("suffix", [".txt", ".txt.gz"])
 def test_byte_order_marks(tmp_path, encoding, suffix):
     """They are no part of the first line, also of a corpus; line ends stay where the whole text is read."""
@@ -34,7 +34,14 @@ def test_the_place_of_a_wrong_byte(tmp_path):
             list(read_lines(tmp_path / name))
 
 
-def test_a_damaged_utf_16_file(tmp_path):
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le"])
+def test_without_a_byte_order_mark(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "a.txt").write_bytes("text,label\n".encode(encoding))
+    with pytest.raises(DataError, match=r"a\.txt: UTF-16 or UTF-32 without a byte order mark"):
+        read_text(tmp_path / "a.txt")
+
+
+def test_a_damaged_utf_16_file(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xff\xfea")
     with pytest.raises(DataError, match=r"a\.txt: begins as UTF-16 and is none"):
         read_text(tmp_path / "a.txt")
