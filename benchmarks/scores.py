@@ -20,7 +20,7 @@ from seqeval.metrics import f1_score as entity_f1
 from sklearn.metrics import accuracy_score
 
 from benchmarks.lib import machine
-from model.data import examples
+from model.data import head_rows
 from model.data.labelled_rows import QuestionRow, Sentence, Similar, Text
 from model.evaluate import answer_f1, correlations, exact_match, spread
 from service.core.bundle import Head
@@ -49,7 +49,7 @@ def main() -> None:
                 parser.error(
                     f"--eval {pair}: HEAD=FILE, with a head of {', '.join(model['heads'])}"
                 )
-            rows = examples.read(file, read_head(model["heads"][name]))
+            rows = head_rows.read(file, read_head(model["heads"][name]))
             found = score(Sender(client, name), spread(rows, given.limit))
             scores[pair] = {metric: round(100 * value, 2) for metric, value in found.items()}
             values = "  ".join(f"{metric} {value:.2f}" for metric, value in scores[pair].items())

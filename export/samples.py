@@ -18,7 +18,7 @@ from scipy import stats
 
 from export import verify
 from export.model_card import CARD
-from model.data import examples
+from model.data import head_rows
 from model.data.labelled_rows import QuestionRow, Sentence, Similar, Text
 from model.evaluate import Evaluation, exact_match, head_outputs, judge, unit_vectors
 from service.core.bundle import Bundle, BundleError, Head, load
@@ -64,7 +64,7 @@ def judge_rows(
     The metrics include `right`, the share of right results among the right and the wrong ones.
     Raises DataError for a file that does not fit the head.
     """
-    rows = examples.read(file, head)
+    rows = head_rows.read(file, head)
     evaluation = judge(run, encoder, head, name, file)
     match head.task:
         case "classification":
@@ -81,7 +81,7 @@ def judge_rows(
 
 
 def _compare_texts(found: Sequence[Text], evaluation: Evaluation, head: Head) -> list[Result]:
-    if examples.is_graded(head) or head.problem_type == "multi_label_classification":
+    if head_rows.is_graded(head) or head.problem_type == "multi_label_classification":
         return []  # an answer is not simply right or wrong
     return [
         Result(

@@ -9,7 +9,7 @@ from seqeval.metrics.sequence_labeling import get_entities
 from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
 from model import evaluate
-from model.data import examples
+from model.data import examples, head_rows
 from model.data.labelled_rows import QuestionRow, Sentence, Text
 from model.evaluate import HeadOutputs
 from model.report import page, svg
@@ -53,7 +53,7 @@ def describe(
     metrics = {show_metric(metric): value for metric, value in found.metrics.items()}
     parts = [page.note(f"Evaluated on {origin}."), page.facts(metrics)]
     match head.task:
-        case "classification" if examples.is_graded(head):
+        case "classification" if head_rows.is_graded(head):
             parts += graded(rows, texts, head)
         case "classification":
             parts += classes(rows, texts, head, found.answers)

@@ -25,7 +25,7 @@ from seqeval.metrics import recall_score as entity_recall
 from sklearn.metrics import accuracy_score, average_precision_score, f1_score, matthews_corrcoef
 
 from model.checkpoints.source import read_source
-from model.data import examples, labelled_rows
+from model.data import examples, head_rows, labelled_rows
 from model.evaluate_arguments import STRIDE, parser
 from model.heads import EncoderWithHeads
 from model.training import optim
@@ -63,7 +63,7 @@ def judge(
     limit: int = 0,
 ) -> Evaluation:
     """Evaluate the head `name` on a file, or on `limit` evenly spaced rows of it (0: all). Raises DataError."""
-    rows = spread(examples.read(file, head), limit)
+    rows = spread(head_rows.read(file, head), limit)
     return judge_rows(run, encoder, head, name, rows, stride=stride)
 
 
@@ -164,7 +164,7 @@ def judge_texts(
         for text, logits in texts
     ]
     gold = [examples.text_labels(row, head) for row in found]
-    if examples.is_graded(head):
+    if head_rows.is_graded(head):
         scores = [labels[0].score for labels in ranked]
         grades = np.concatenate(gold)
         if head.problem_type != "regression" and {*grades.tolist()} == {0, 1}:

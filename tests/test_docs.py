@@ -192,7 +192,7 @@ def test_worked_example_is_right():
 def test_training_examples_are_settings(tmp_path):
     """The settings and the provenance that are shown are read as they stand."""
     from export.provenance import read_metadata
-    from model.data.examples import is_graded
+    from model.data.head_rows import is_graded
     from model.distill import DistillSettings as Distilling
     from model.finetune import FinetuneSettings as Finetuning
 

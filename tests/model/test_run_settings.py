@@ -1,19 +1,19 @@
 """Settings of training scripts: read from a file and flags, refused by name, and explained by `--help`."""
 
 import json
+import os
 import shlex
 import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import Field
 
 from model import distill, finetune, pretrain
-from model.data.examples import HeadSettings
+from model.data.head_rows import HeadSettings
 from model.run_settings import RunSettings, is_text, read_settings
 
 KINDS = (finetune.FinetuneSettings, distill.DistillSettings, pretrain.PretrainSettings)
@@ -51,7 +51,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 class TestSources:
-    def test_command_line(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_command_line(self, monkeypatch):
         """Settings come from the command line: text as it is, all else as JSON."""
         arguments = ["--output", "3", "--steps", "7", "--lr", "1e-3", "--pairs", "false", "--files"]
 
@@ -61,7 +61,7 @@ class TestSources:
             output="3", steps=7, lr=0.001, pairs=False, files=["a", "b"], phases=[[1, 8]]
         )
 
-    def test_file(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def test_file(self, monkeypatch, tmp_path):
         """Settings come from a TOML file, and the rest are defaults."""
         path = tmp_path / "run.toml"
         path.write_text('output = "runs/a"\nsteps = 7\nphases = [[0.5, 8], [0.5, 16]]\n')
@@ -70,13 +70,13 @@ class TestSources:
 
         assert settings == Settings(output="runs/a", steps=7, phases=[[0.5, 8], [0.5, 16]])
 
-    def test_whole_numbers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_whole_numbers(self, monkeypatch):
         """1e4 is a whole number, too."""
         settings = read(monkeypatch, "--output", "a", "--steps", "1e4")
 
         assert repr(settings.steps) == "10000"
 
-    def test_booleans_need_no_value(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def test_booleans_need_no_value(self, monkeypatch, tmp_path):
         """The option alone sets a boolean, also before the name of a file; the value false unsets it."""
         path = tmp_path / "run.toml"
         path.write_text('output = "runs/a"\nsteps = 7\npairs = false\n')
@@ -85,7 +85,7 @@ class TestSources:
         assert read(monkeypatch, str(path), "--pairs").pairs is True
         assert read(monkeypatch, str(path), "--pairs", "false").pairs is False
 
-    def test_command_line_wins(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def test_command_line_wins(self, monkeypatch, tmp_path):
         """The command line overrides the file."""
         path = tmp_path / "run.toml"
         path.write_text('output = "runs/a"\nsteps = 7\nlr = 0.5\n')
@@ -94,9 +94,7 @@ class TestSources:
             output="runs/a", steps=8, lr=0.5
         )
 
-    def test_a_file_that_extends_another(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
+    def test_a_file_that_extends_another(self, monkeypatch, tmp_path):
         """It contains only differences, also within tables; lists are replaced. The base may extend a third file."""
         (tmp_path / "first.toml").write_text(
             'output = "runs/a"\nsteps = 7\nlr = 0.5\nfiles = ["a", "b"]\n'
@@ -124,9 +122,7 @@ class TestSources:
         ],
         ids=["itself", "in a circle", "nothing", "no TOML"],
     )
-    def test_a_file_that_extends_what_cannot_be(
-        self, refused: Refused, tmp_path: Path, text: str, message: str
-    ) -> None:
+    def test_a_file_that_extends_what_cannot_be(self, refused, tmp_path, text, message):
         (tmp_path / "base.toml").write_text('extends = "middle.toml"\n')
         (tmp_path / "middle.toml").write_text('extends = "base.toml"\n')
         (tmp_path / "broken.toml").write_text("steps = 7\nlr = fast\n")
@@ -149,7 +145,7 @@ class TestSources:
             (["nowhere.toml"], "nowhere.toml: [Errno 2]"),
         ],
     )
-    def test_refusals(self, refused: Refused, arguments: list[str], message: str) -> None:
+    def test_refusals(self, refused, arguments, message):
         """Missing, unknown, shortened and unreadable settings are refused by name."""
         assert message in refused(*arguments)
 
@@ -162,7 +158,7 @@ class TestSources:
         ],
         ids=["unknown name", "no TOML", "fresh"],
     )
-    def test_wrong_file(self, refused: Refused, tmp_path: Path, text: str, message: str) -> None:
+    def test_wrong_file(self, refused, tmp_path, text, message):
         """It is refused by name: with the names there are, or with where it goes wrong."""
         path = tmp_path / "run.toml"
         path.write_text(text)
@@ -174,7 +170,7 @@ class TestSources:
 
 class TestHelp:
     @pytest.mark.parametrize("kind", KINDS)
-    def test_examples_are_read(self, kind: type[RunSettings]) -> None:
+    def test_examples_are_read(self, kind):
         """Each setting has a meaning and an example, which is one word of the command line: text or JSON."""
         for field in kind.model_fields.values():
             [example] = field.examples or ()
@@ -182,7 +178,7 @@ class TestHelp:
             assert field.description
             assert is_text(field) or json.loads(word) is not None
 
-    def test_examples_of_heads_are_read(self) -> None:
+    def test_examples_of_heads_are_read(self):
         """Examples of a head's settings are TOML, and are accepted by themselves."""
         for name, field in HeadSettings.model_fields.items():
             [example] = field.examples or ()
@@ -191,7 +187,31 @@ class TestHelp:
             task = "ner" if field.description.startswith("ner:") else "classification"
             HeadSettings(**{"task": task, "train": [], **value})
 
-    def test_help(self) -> None:
+    @pytest.mark.parametrize(
+        ("data", "message"),
+        [
+            ("absent.csv", "absent.csv: No such file or directory"),
+            ("rows.csv", "rows.csv:1: the first line, which names the columns: no text"),
+            ("rows.csv?text=a&label=b", "rows.csv:3: no b"),
+        ],
+    )
+    def test_wrong_data_is_reported_before_torch_is_imported(self, tmp_path, data, message):
+        """The import of torch takes seconds."""
+        (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")
+        (tmp_path / "rows.csv").write_text("a,b\nc,d\ne,\n")
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "model.finetune", "--data", str(tmp_path / data)),
+                *("--init-from", "absent", "--output", str(tmp_path / "run")),
+            ],
+            check=False,
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+        )
+        assert (1, True) == (done.returncode, message in done.stderr), done.stderr
+
+    def test_help(self):
         """The page of the command has meaning, type, default and example, and the settings of heads."""
         command = [sys.executable, "-m", "model.finetune", "--help"]
         done = subprocess.run(command, check=True, capture_output=True, text=True)

@@ -15,8 +15,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from model import evaluate, tokenizer
-from model.data import examples
-from model.data.examples import Batch, Example, ExampleStream, HeadSettings
+from model.data import examples, head_rows
+from model.data.examples import Batch, Example, ExampleStream
+from model.data.head_rows import HeadSettings
 from model.data.labelled_rows import DataError, QuestionRow, Sentence, Similar, Text
 from model.families.registry import FAMILIES
 from model.heads import IGNORE_INDEX
@@ -83,7 +84,7 @@ def test_training_labels_are_mapped_and_dropped(tmp_path: Path) -> None:
         label_map={"very bad": "bad", "very good": "good"},
         drop_labels=["mixed"],
     )
-    found = examples.read_training(settings)
+    found = head_rows.read_training(settings)
     assert [row.labels[0] for row in found] == ["bad", "bad", "good", "good", "bad"]
     assert [row.text for row in found] == ["text 0", "text 1", "text 3", "text 0", "text 1"]
     assert examples.describe(settings, found, hidden_size=32).labels == ("bad", "good")
@@ -96,7 +97,7 @@ def test_a_mapped_label_that_no_row_has_is_an_error(
     """A misspelled label must not leave rows as they are."""
     train = [write_labels(tmp_path / "a.jsonl", "good", "bad")]
     with pytest.raises(DataError, match=r"a\.jsonl: no row has the label 'god'"):
-        examples.read_training(HeadSettings(task="classification", train=train, **settings))
+        head_rows.read_training(HeadSettings(task="classification", train=train, **settings))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def test_adjacent_sentences_are_joined_to_more_rows(tmp_path: Path) -> None:
         rows = [f"{name}{i} B-PER\n. O\n" for i in range(count)]
         files[-1].write_text("\n".join(rows), encoding="utf-8")
     head = HeadSettings(task="ner", train=[*map(str, files)], join_sentences=2)
-    found = examples.read_training(head)
+    found = head_rows.read_training(head)
     joined = ["a0 . a1 .", "a2 . a3 .", "b0 . b1 ."]  # a4, b2 and c0 have no next sentence
     singles = [
         f"{name}{i} ." for name, count in (("a", 5), ("b", 3), ("c", 1)) for i in range(count)
@@ -128,7 +129,7 @@ def test_adjacent_sentences_are_joined_to_more_rows(tmp_path: Path) -> None:
     assert [row.text for row in found] == singles + joined
     assert {tuple(row.tags) for row in found[len(singles) :]} == {("B-PER", "O") * 2}
     assert found[len(singles) + 1].where == f"{files[0]}:7"
-    (three,) = examples.join_sentences(found[5:8], 4)
+    (three,) = head_rows.join_sentences(found[5:8], 4)
     assert three.text == "b0 . b1 . b2 ."
 
 
@@ -705,7 +706,7 @@ def test_a_single_label_is_a_grade(encoder: Encoder) -> None:
     head = examples.describe(
         HeadSettings(task="classification", train=[], labels=["relevant"]), [], 32
     )
-    assert examples.is_graded(head)
+    assert head_rows.is_graded(head)
     found = [Text("f:1", "a", "b", score=0.25), Text("f:2", "a", "b", score=1.5)]
     (example,) = examples.examples(found[:1], head, encoder, 0)
     assert example.labels.tolist() == [0.25]

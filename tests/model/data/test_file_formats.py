@@ -416,9 +416,7 @@ def choices(*names: str, **annotation: bool) -> dict[str, Any]:
         ),
     ],
 )
-def test_labels_of_annotation_tools(
-    tmp_path: Path, row: dict[str, Any], labels: list[str] | str
-) -> None:
+def test_labels_of_annotation_tools(tmp_path, row, labels):
     """A list of one label is that label; other lists need another type of problem."""
     text = json.dumps([row])
     if isinstance(labels, str):
@@ -442,12 +440,12 @@ def test_labels_of_annotation_tools(
     ],
 )
 def test_rows_that_the_annotator_left_out(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    task: str,
-    row: dict[str, Any],
-    others: list[dict[str, Any]],
-) -> None:
+    tmp_path,
+    caplog,
+    task,
+    row,
+    others,
+):
     """They are no training data, and counted."""
     rows = [{**row, **other} for other in others]
     [_] = read(tmp_path / "a.json", json.dumps([*rows, {**row, "answer": "accept"}]), task)
@@ -456,7 +454,7 @@ def test_rows_that_the_annotator_left_out(
     ] == (caplog.messages)
 
 
-def test_rejected_rows_of_a_table(tmp_path: Path) -> None:
+def test_rejected_rows_of_a_table(tmp_path):
     """A column `answer` of question answering has answers."""
     text = "text,label,answer\na,x,accept\nb,x,reject\n"
     assert pairs(read(tmp_path / "a.csv", text)) == [("a", "x")]
@@ -465,7 +463,7 @@ def test_rejected_rows_of_a_table(tmp_path: Path) -> None:
     assert row.answers == (("reject", 3),)
 
 
-def test_results_of_another_kind(tmp_path: Path) -> None:
+def test_results_of_another_kind(tmp_path):
     """Choices are no entities: training on them would learn that no word is one."""
     with pytest.raises(DataError, match=r"row 1: no result has labels, which ner needs: .*choices"):
         read(tmp_path / "a.json", json.dumps([choices("x")]), "ner")

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from model.data import examples
-from model.data.examples import HeadSettings
+from model.data import head_rows
+from model.data.head_rows import HeadSettings
 from model.data.labelled_rows import Sentence, Text
 from model.data.row_warnings import find_warnings
 
@@ -74,13 +74,13 @@ def test_training_logs_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     path.write_text('text,label\na,"NUM "\nb,NUM\nc,Num\nd,HUM\n')
     settings = HeadSettings(task="classification", train=[str(path)])
     with caplog.at_level(logging.WARNING):
-        rows = examples.read_training(settings)
+        rows = head_rows.read_training(settings)
     assert [row.labels[0] for row in rows] == ["NUM", "NUM", "Num", "HUM"]
     [record] = caplog.records
     assert record.getMessage().startswith(f"{path}: the labels 'NUM' (2 rows), 'Num' (1 row)")
 
     caplog.clear()
-    examples.read_training(
+    head_rows.read_training(
         HeadSettings(task="classification", train=[str(path)], label_map={"Num": "NUM"})
     )
     assert not caplog.records
@@ -94,7 +94,7 @@ def test_columns_of_a_head(tmp_path: Path) -> None:
     settings = HeadSettings(
         task="classification", train=[str(path)], dev=str(path), columns=columns
     )
-    assert [row.text for row in examples.read_training(settings)] == ["a"]
+    assert [row.text for row in head_rows.read_training(settings)] == ["a"]
     assert settings.dev == f"{path}?text=Body&label=Kind"
     again = HeadSettings(**vars(settings))
     assert again.train == settings.train

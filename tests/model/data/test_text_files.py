@@ -35,13 +35,13 @@ def test_the_place_of_a_wrong_byte(tmp_path):
 
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le"])
-def test_without_a_byte_order_mark(tmp_path: Path, encoding: str) -> None:
+def test_without_a_byte_order_mark(tmp_path, encoding):
     (tmp_path / "a.txt").write_bytes("text,label\n".encode(encoding))
     with pytest.raises(DataError, match=r"a\.txt: UTF-16 or UTF-32 without a byte order mark"):
         read_text(tmp_path / "a.txt")
 
 
-def test_a_damaged_utf_16_file(tmp_path: Path) -> None:
+def test_a_damaged_utf_16_file(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xff\xfea")
     with pytest.raises(DataError, match=r"a\.txt: begins as UTF-16 and is none"):
         read_text(tmp_path / "a.txt")

@@ -19,6 +19,7 @@ from model.bert import Bert
 from model.checkpoints import writer
 from model.checkpoints.hub_names import CheckpointError
 from model.data import examples as tasks
+from model.data import head_rows
 from model.data.examples import Batch
 from model.families.registry import FAMILIES
 from model.heads import IGNORE_INDEX, EncoderWithHeads, Pretraining
@@ -309,7 +310,7 @@ def lesson(answers: TeacherHead | None, trunk: Teacher | None = None) -> tuple[T
     return TrainingTask(stream, {"mood": answers}, trunk), stream.batch((1, 0), 0)
 
 
-SETTINGS = tasks.HeadSettings(task="classification", train=[], batch_size=3)
+SETTINGS = head_rows.HeadSettings(task="classification", train=[], batch_size=3)
 FILE: list[Path] = []
 
 
@@ -323,7 +324,9 @@ def test_a_lesson_replaces_words_before_both_read_them(tokenizer_file: Path) -> 
     answers = distillation.match_teacher_head(
         teacher(tokenizer_file, mood=CLASSES), "mood", CLASSES
     )
-    settings = tasks.HeadSettings(task="classification", train=[], batch_size=2, replace_words=1.0)
+    settings = head_rows.HeadSettings(
+        task="classification", train=[], batch_size=2, replace_words=1.0
+    )
     encoder = Encoder(load_tokenizer(tokenizer_file), 32)
     rows = [tasks.Text("here", "Ada drew a comet.", None, (label,)) for label in "ab"]
     (found,) = distillation.training_tasks(rows, "mood", CLASSES, settings, encoder, answers)
@@ -369,7 +372,7 @@ def test_labels_alone_are_not_annealed(tokenizer_file: Path) -> None:
 
 def test_sparse_weights_are_regularized_by_progress() -> None:
     """The regularizer is a loss of its own, whose weight rises with the progress; it counts by the labels' weight."""
-    settings = tasks.HeadSettings(task="sparse-embedding", train=[], flops=0.5, flops_ramp=0.5)
+    settings = head_rows.HeadSettings(task="sparse-embedding", train=[], flops=0.5, flops_ramp=0.5)
     head = tasks.describe(settings, [], hidden_size=32, vocab_size=200)
     encoder = Encoder(load_tokenizer(FILE[0]), 32)
     encodings = tuple(
