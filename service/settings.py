@@ -173,6 +173,11 @@ class Settings(BaseSettings):
         description="expected time of a batch of several texts; lower it if short texts wait for long ones, raise it"
         " for throughput on a slow machine",
     )
+    fixed_batches: bool = Field(
+        False,
+        description="compute the texts of a request in batches that depend on this request alone, so that equal"
+        " requests get equal bytes; slower for small requests",
+    )
     max_wait_ms: float = Field(
         0.0,
         ge=0,

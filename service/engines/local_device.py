@@ -203,6 +203,7 @@ class LocalDevice:
             max_queue_tokens=self._queue_limit(),
             max_batch_ms=settings.max_batch_ms,
             max_wait_ms=settings.max_wait_ms,
+            fixed_batches=settings.fixed_batches,
             observe=self._observe,
         )
         self.submit = self.batcher.submit

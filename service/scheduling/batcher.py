@@ -66,6 +66,7 @@ class Batcher:
 
     run: `run(width, model, windows)` is called in a thread, with the number of slots that the batch takes (one, or
         `wide`), and returns one mapping of outputs per window
+    fixed_batches: whether the batches of a request depend on its own entries alone
     observe: called with the statistics of each batch, after its responses are sent
     running: the batches in their threads
     admission: the check of new requests, with the limit of the queue
@@ -82,11 +83,13 @@ class Batcher:
         max_queue_tokens: int = MAX_QUEUE_TOKENS,
         max_batch_ms: float = math.inf,
         max_wait_ms: float = 0.0,
+        fixed_batches: bool = False,
         observe: Callable[[BatchStats], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run = run
         self._wide = wide
+        self._fixed_batches = fixed_batches
         self._observe = observe
         self._clock = clock
         self._queue = FairQueue()
@@ -213,6 +216,8 @@ class Batcher:
             entry.masks = count_masks(entry.window, entry.heads)
         if not entries[0].unbatched:
             self.admission.check(entries)
+        if self._fixed_batches:
+            self.planner.fix_batches(entries)
         future = asyncio.get_running_loop().create_future()
         flow_queue = self._queue.flow_queue(entries[0].flow)
         request = QueuedRequest(entries, future, on_outcome, flow_queue=flow_queue)

@@ -46,6 +46,8 @@ class Entry:
     # Its batch holds no other entry, and admission control does not refuse it, because an inference process admitted it
     # before and then crashed, perhaps because of it.
     unbatched: bool = False
+    # Its batch holds the entries of its request with this number, and no others; 0 for any batch.
+    batch: int = field(default=0, init=False)
     tokens: int = field(init=False)
     masks: int = field(default=0, init=False)  # mask tokens whose logits are computed for it
     # The fields below belong to the fair queue.

@@ -178,7 +178,7 @@ class FlowQueue(FlowWork):
 
     def enter(self, request: QueuedRequest) -> None:
         start = self._virtual_start
-        for entry in request.entries:
+        for entry in sorted(request.entries, key=lambda entry: entry.batch):
             entry.virtual_start = start
             self.push(entry)
             start += entry.tokens

@@ -39,7 +39,7 @@ def plan(entries: Sequence[Entry], cost: Cost, budget: Budget, now: float) -> li
     The first candidate leads the batch. The others are entries of its model, nearest in length first. The batch ends at
     the size at which the price per token is within 1 % of the lowest, because all entries of a larger batch would wait
     longer for no gain. The price is without mask tokens, which cost the same in any batch. An unbatched entry runs in a
-    batch of its own.
+    batch of its own, and an entry with a number of a batch in this one.
     """
     live = [entry for entry in entries if not entry.done and entry.deadline > now]
     if not live:
@@ -47,6 +47,8 @@ def plan(entries: Sequence[Entry], cost: Cost, budget: Budget, now: float) -> li
     lead = live[0]
     if lead.unbatched:
         return [lead]
+    if lead.batch and lead.request:
+        return [entry for entry in lead.request.entries if entry.batch == lead.batch]
     others = [e for e in live if e is not lead and e.bundle == lead.bundle and not e.unbatched]
     others.sort(key=lambda entry: abs(entry.tokens - lead.tokens))
     return _cheapest(lead, others, cost, budget)
@@ -110,6 +112,17 @@ class Planner:
         hold_s = self._hold_s(model, batch[0], cost, now) if may_hold else 0.0
         return Planned(model, batch, width, max(hold_s, 0.0))
 
+    def fix_batches(self, entries: Sequence[Entry]) -> None:
+        """Number the batches of a request's entries by these alone: nearest lengths together, up to the budget."""
+        model = self._queue.models[entries[0].bundle]
+        number, size, tokens = 0, math.inf, 0
+        for entry in sorted(entries, key=lambda entry: entry.tokens):
+            size, tokens = size + 1, tokens + entry.tokens
+            fits = size <= self._size(model) and tokens <= self.budget.tokens
+            if not fits or area(int(size), entry.tokens) > model.area:
+                number, size, tokens = number + 1, 1, entry.tokens
+            entry.batch = number
+
     def expected_rate(self, model: ModelStatistics) -> float:
         """Return the tokens per second of all slots in full batches of a model, by its measured cost."""
         mean, cost = model.mean_length, model.estimators[1].cost
@@ -124,7 +137,7 @@ class Planner:
 
     def _width(self, model: ModelStatistics, pool: Sequence[Entry], idle: int) -> int:
         """Return the slots of the next batch: several if idle, few entries wait, and it ends earlier, or as a trial."""
-        if not self._queue.size < self._wide <= idle:
+        if not self._queue.size < self._wide <= idle or pool[0].batch:
             return 1
         pool = pool[: self._size(model)]
         longest = max(entry.tokens for entry in pool)
@@ -142,7 +155,7 @@ class Planner:
     def _hold_s(self, model: ModelStatistics, lead: Entry, cost: Cost, now: float) -> float:
         """Return how long to wait for more entries; not positive if the batch is full or due."""
         full = model.tokens >= self.budget.tokens or model.size >= self._size(model)
-        if full or lead.unbatched:
+        if full or lead.unbatched or lead.batch:
             return 0.0
         if self._queue.tokens > model.tokens:
             return 0.0  # another model could use the slot
