@@ -14,7 +14,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tokenizers import Tokenizer
 
 from service.api import openapi
-from service.api.compression import compress
 from service.api.engine_call import (
     Call,
     finish_response,
@@ -23,6 +22,7 @@ from service.api.engine_call import (
     service_of,
 )
 from service.api.json_responses import JsonResponse
+from service.api.response_compression import compress
 from service.api.responses import (
     AnalyzeResponse,
     ClassifyResponse,

@@ -4,8 +4,8 @@ import threading
 import pytest
 from starlette.responses import Response
 
-from service.api import compression
-from service.api.compression import SMALL, compress, prefers_gzip
+from service.api import response_compression
+from service.api.response_compression import SMALL, compress, prefers_gzip
 
 MANY = {"inputs": ["a"] * 200}
 
@@ -43,9 +43,11 @@ def test_weights_decide(header, expected):
 async def test_large_bodies_are_compressed_in_a_thread(size, monkeypatch):
     """The event loop compresses small bodies only."""
     threads = []
-    pack = compression.pack
+    pack = response_compression.pack
     monkeypatch.setattr(
-        compression, "pack", lambda body: (threads.append(threading.get_ident()), pack(body))[1]
+        response_compression,
+        "pack",
+        lambda body: (threads.append(threading.get_ident()), pack(body))[1],
     )
     body = b"x" * size
     response = Response(body)
