@@ -60,7 +60,8 @@ class Server:
             with urllib.request.urlopen(request, timeout=60) as answer:
                 return Reply(answer.status, dict(answer.headers), answer.read())
         except urllib.error.HTTPError as answer:
-            return Reply(answer.code, dict(answer.headers), answer.read())
+            with answer:
+                return Reply(answer.code, dict(answer.headers), answer.read())
 
     def answer(self, path: str, body: object) -> Any:
         """The body of an answer that must be 200."""

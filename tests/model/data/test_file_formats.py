@@ -517,7 +517,7 @@ def test_results_of_another_kind(tmp_path):
             "a.csv:2: no Label (and 4, 5; 3 rows in all): fill the cells, or remove the rows",
         ),
         ("a.jsonl", b'{"text": "a", "label": "x"}\n{"text" 1}\n', "a.jsonl:2: column 9: not JSON"),
-        ("a.json", b'[\n{"text": "a",}]', "a.json:2: column 14: not JSON"),
+        ("a.json", b'[\n{"text" 1}]', "a.json:2: column 9: not JSON"),
         ("a.json", b"3", "a.json: not a list of JSON objects"),
         ("a.json", b"[3]", "a.json: row 1: not a JSON object"),
         (
