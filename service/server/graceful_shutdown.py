@@ -6,7 +6,7 @@ the connections in their queues, completes the accepted requests, and ends after
 
 import asyncio
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import structlog
@@ -48,17 +48,20 @@ class GracefulServer(uvicorn.Server):
             server.close()
         for listener in sockets or []:
             stop_accepting(listener)
-            await self.admit_all(listener)
+            await self.admit(accept_all(listener))
         await asyncio.sleep(GRACE_S / 2)
         for listener in sockets or []:
-            await self.admit_all(listener)  # connections whose handshake was in progress
+            # Connections whose handshake was in progress. Where the kernel has no filter, clients still connect: the
+            # event loop must not run between the last `accept` and the close, which resets the queue's connections.
+            last = [*accept_all(listener)]
             listener.close()
+            await self.admit(last)
         await asyncio.sleep(GRACE_S / 2)
         await super().shutdown(sockets)
 
-    async def admit_all(self, listener: socket.socket) -> None:
-        """Accept the connections in the listener's queue. One that cannot be accepted does not stop the drain."""
-        for connection in [*accept_all(listener)]:
+    async def admit(self, connections: Iterable[socket.socket]) -> None:
+        """Serve accepted connections. One that fails does not stop the drain."""
+        for connection in [*connections]:
             try:
                 loop = asyncio.get_running_loop()
                 await loop.connect_accepted_socket(self.connection, connection)

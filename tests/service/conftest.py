@@ -20,9 +20,15 @@ from service.variables import PREFIX
 from tests.service.fakes import FakeEngine, FakeEngines
 
 
-def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Tests run on the event loop that serves."""
-    return {"uvloop": uvloop.new_event_loop}
+def pytest_asyncio_loop_factories(
+    item: pytest.Item,
+) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Tests run on the event loop that serves, and those that name their loops also on asyncio's own."""
+    factories = {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
+    mark = item.get_closest_marker("asyncio")
+    if mark is None or "loop_factories" not in mark.kwargs:
+        del factories["asyncio"]
+    return factories
 
 
 @pytest.fixture(autouse=True)

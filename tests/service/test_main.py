@@ -234,11 +234,14 @@ def keep_asking(address: Address) -> Counter[str]:
     return ends
 
 
-@pytest.mark.parametrize("on_unix", [False, True])
-async def test_a_drain_loses_no_client(on_unix, app, lines, monkeypatch, tmp_path):
+@pytest.mark.asyncio(loop_factories=["uvloop", "asyncio"])
+@pytest.mark.parametrize("kind", ["tcp", "unix", "tcp without filters"])
+async def test_a_drain_loses_no_client(kind, app, lines, monkeypatch, tmp_path):
     """From the signal on, every client that could connect is answered, and then none can connect."""
     monkeypatch.setattr("service.server.server.GRACE_S", 1.5)  # a loaded machine's clients are slow
-    listener = bind_unix(tmp_path / "s", 0o600) if on_unix else bind("127.0.0.1", 0)
+    if kind == "tcp without filters":
+        monkeypatch.setattr("service.server.sockets.SO_ATTACH_FILTER", -1)  # as on another system
+    listener = bind_unix(tmp_path / "s", 0o600) if kind == "unix" else bind("127.0.0.1", 0)
     server, address = Watched(app), listener.getsockname()
     serving = asyncio.create_task(server.serve([listener]))
     await server.serving.wait()
