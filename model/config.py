@@ -86,6 +86,8 @@ class BertConfig:
             return None if isinstance(value, str) else "text"
         if hint is float:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if name.endswith("_dropout_prob"):
+                return None if is_number and 0 <= value <= 1 else "a number from 0 to 1"
             if name.endswith(("_eps", "_theta")):
                 is_valid = is_number and math.isfinite(value) and value > 0
                 return None if is_valid else "a positive number"

@@ -20,6 +20,7 @@ def _file(families: str, *settings: Setting) -> SettingsFile:
 TRAINING = "used in training only"
 GENERATION = "used in text generation only, which an encoder does not do"
 RUNTIME = "changes how the library computes, not the result"
+DROPOUTS = ("dropout", "dropout_prob", "pdrop")  # ends of names of dropout rates
 
 ALL = _file(
     "",
@@ -248,7 +249,11 @@ def _is_positive(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-# The settings that are read before a family's configuration checks its fields.
+def _is_share(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
+
+
+# The settings that no family's configuration checks, or that are read before it does.
 KINDS = {
     "model_type": (lambda value: isinstance(value, str), "text"),
     "architectures": (_is_strings, "a list of texts"),
@@ -265,4 +270,8 @@ KINDS = {
     "num_labels": (_is_positive, "a positive integer"),
     "sentence_transformers": (lambda value: isinstance(value, dict), "an object"),
     "sbert_ce_default_activation_function": (lambda value: isinstance(value, str), "text"),
+    **dict.fromkeys(
+        {s.name for table in CONFIG_TABLES for s in table.settings if s.name.endswith(DROPOUTS)},
+        (_is_share, "a number from 0 to 1"),
+    ),
 }

@@ -83,6 +83,7 @@ def test_from_dict_ignores_what_does_not_shape_the_encoder():
         ({"num_hidden_layers": 10**7}, "num_hidden_layers = 10000000 exceeds 1000"),
         ({"hidden_act": "gelu_new"}, "'gelu_new': only 'gelu' is bert's"),
         ({"hidden_size": 100}, "hidden_size 100 is not a multiple of num_attention_heads 12"),
+        ({"hidden_dropout_prob": 2}, "hidden_dropout_prob = 2 must be a number from 0 to 1"),
     ],
 )
 def test_refuses_what_it_would_compute_differently(fields, message):

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from model.checkpoints import reader
-from model.checkpoints.config_table import tables_of
+from model.checkpoints.config_table import KINDS, check_config, tables_of
 from model.checkpoints.hub_names import CheckpointError
 from tests.parity.test_config_settings import save
 
@@ -47,6 +47,16 @@ def test_one_field(family, folders, data):
     if value is ABSENT:
         del document[name]
     read_or_refuse(folders[family], document)
+
+
+def test_dropout_rates() -> None:
+    """A rate that torch refuses is refused by its name, in every family."""
+    path, names = Path("config.json"), [name for name in KINDS if "drop" in name]
+    assert {"attention_probs_dropout_prob", "classifier_dropout", "attn_pdrop"} < {*names}
+    for name in names:
+        check_config(path, {name: 1})
+        with pytest.raises(CheckpointError, match=f"^config.json: {name} = 2 must be a number"):
+            check_config(path, {name: 2})
 
 
 @pytest.mark.slow
