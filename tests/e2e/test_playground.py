@@ -4,9 +4,12 @@ What the page shows is compared with what the service answered to that very call
 hold for any bundle that has all four tasks, however well it was trained.
 """
 
+import ast
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -22,7 +25,7 @@ from tests.e2e.conftest import serving
 
 pytest.importorskip("playwright", reason="playwright is not installed")
 
-from playwright.sync_api import Browser, Error, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Error, Locator, Page, expect, sync_playwright
 
 CHROMIUM = Path("/usr/bin/chromium")
 expect.set_options(timeout=30_000)
@@ -90,7 +93,7 @@ def answer_with(page: Page, path: str, **reply: Any) -> None:
     page.route(f"**/{path}", lambda route: route.fulfill(**reply))
 
 
-def texts(page: Page, selector: str) -> list[str]:
+def texts(page: Page | Locator, selector: str) -> list[str]:
     return page.locator(selector).all_text_contents()
 
 
@@ -119,9 +122,7 @@ def test_page_loads_alone_and_in_silence(browser, server_url):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_documentation_page_follows_dark_mode(
-    browser: Browser, server_url: str, scheme: Any
-) -> None:
+def test_documentation_page_follows_dark_mode(browser, server_url, scheme):
     """Swagger UI has the colors that the browser prefers, and no padlock without keys."""
     page = browser.new_page(color_scheme=scheme)
     page.goto(f"{server_url}/docs")
@@ -139,7 +140,7 @@ def test_documentation_page_sends_a_request(browser, server_url, prefix):
     page = browser.new_page()
     requested, complaints = watch(page)
 
-    def forward(route):
+    def forward(route: Any) -> None:
         path = urlsplit(route.request.url).path.removeprefix(prefix)
         route.fulfill(response=route.fetch(url=server_url + path))
 
@@ -262,7 +263,7 @@ def test_the_mask_token_is_that_of_the_model(browser, masked_url):
     """Examples are written with the mask token that the service reports, and a text follows a change of it."""
     page = browser.new_page()
 
-    def rename(route):
+    def rename(route: Any) -> None:
         body = route.fetch().json()
         body["models"][0]["heads"]["masks"]["mask_token"] = "<mask>"
         route.fulfill(json=body)
@@ -307,9 +308,23 @@ def test_tokens_are_shown(page):
     """Each token of the answer is shown, and how many the model reads."""
     answer = run(page, "tokenize", inputs="Ada drew a comet.")
     (found,) = answer["results"]
-    assert texts(page, "#tokenize .tokens li") == [token["token"] for token in found["tokens"]]
+    assert texts(page, "#tokenize .token") == [token["token"] for token in found["tokens"]]
+    places = [f"{one['start']}–{one['end']}" for one in found["tokens"] if one["sequence"] == 0]
+    assert texts(page, "#tokenize .place") == ["special", *places, "special"]
     summary = f"{found['count']} tokens of at most {answer['max_length']}"
     assert texts(page, "#tokenize .summary") == [summary]
+
+
+def test_tokens_beyond_the_first_window_are_marked(page):
+    """They are those that the service cuts off, and each window begins with a heading."""
+    answer = run(page, "tokenize", inputs="the sea " * 600)
+    (found,) = answer["results"]
+    capacity = answer["max_length"] - 2  # without special tokens
+    assert found["truncated"]
+    assert found["count"] - answer["max_length"] == len(texts(page, "#tokenize .cut"))
+    edges = [f"window {n}" for n in range(2, 1 + -(-1200 // capacity))]
+    assert edges == texts(page, "#tokenize .edge")
+    expect(page.locator("#tokenize .summary")).to_contain_text(f"{len(edges) + 1} windows")
 
 
 def test_prompts_of_a_head_may_be_chosen(browser, server_url, tiny_bundle, tmp_path):
@@ -333,20 +348,34 @@ def test_prompts_of_a_head_may_be_chosen(browser, server_url, tiny_bundle, tmp_p
         chosen = []
         for name in ("web", "query"):
             page.select_option("#similarity [name=prompt_name]", name)
-            expect(page.locator("#similarity .curl code")).to_contain_text(
+            chosen.append(run(page, "similarity")["embeddings"])
+            expect(page.locator("#similarity .command code")).to_contain_text(
                 f'"prompt_name":"{name}"'
             )
-            chosen.append(run(page, "similarity")["embeddings"])
     page.close()
     assert default == chosen[0] != chosen[1]
 
 
-def test_missing_question_is_answered_in_place(page):
+def test_an_empty_box_says_so(page):
+    """The page names the empty field, marks it and moves to it, without a request."""
+    requested, _ = watch(page)
+    page.fill("#answers-question", " ")
+    page.click("#answers .run")
+    shown = "“Question” is empty: write something, or try an example."
+    expect(page.locator("#answers .results")).to_have_text(shown)
+    expect(page.locator("#answers-question")).to_be_focused()
+    expect(page.locator("#answers-question")).to_have_attribute("aria-invalid", "true")
+    assert [] == requested
+
+
+def test_an_error_is_shown_in_place(page):
     """The service's own error is shown in the box, and the field at fault is marked."""
-    error = run(page, "answers", question="")["error"]
+    error = {"code": "too_large", "message": "It is too long.", "param": "inputs[0].question"}
+    answer_with(page, "qa", status=413, body=json.dumps({"error": error}))
+    run(page, "answers")
     shown = page.locator("#answers .error")
-    expect(shown).to_contain_text(error["message"])
-    expect(shown).to_contain_text(f"422 · {error['code']}")
+    expect(shown).to_contain_text("It is too long.")
+    expect(shown).to_contain_text("413 · too_large · at inputs[0].question")
     expect(page.locator("#answers-question")).to_have_attribute("aria-invalid", "true")
 
 
@@ -373,30 +402,75 @@ def test_control_enter_runs_the_box(page):
     expect(page.locator("#classify .bar-row").first).to_be_visible()
 
 
-def test_example_fills_the_fields_and_the_curl_command(page):
-    """One click fills a box; the command shown is the request that Run would send."""
-    page.locator("#answers .example").nth(1).click()
-    question = page.input_value("#answers-question")
-    page.click("#answers .curl summary")
-    expect(page.locator("#answers .command code")).to_contain_text(json.dumps(question))
-    with page.expect_request("**/qa") as sent:
-        page.click("#answers .run")
-    command = page.inner_text("#answers .command code")
-    assert f"-d '{sent.value.post_data}'" in command
+@pytest.mark.parametrize(
+    ("language", "program"),
+    [("curl", ["bash", "-c"]), ("Python", [sys.executable, "-c"]), ("JavaScript", ["node", "-e"])],
+)
+def test_the_code_is_the_request(page, language, program):
+    """Beside an answer is its request in three languages, each of which prints the same answer."""
+    if shutil.which(program[0]) is None:
+        pytest.skip(f"{program[0]} is not installed")
+    page.click("#answers .example >> nth=2")
+    page.fill("#answers-question", 'It\'s "how" old?\\n 🌊')
+    answer = run(page, "answers")
+    page.click("#answers .code summary")
+    page.click(f"#answers .languages >> text={language}")
+    page.fill("#answers-question", "Another one?")  # changes the next request only
+    code = page.inner_text("#answers .command code")
+    if language == "JavaScript":
+        code = f"(async () => {{ {code.replace('console.log(', 'console.log(JSON.stringify(')[:-2]})) }})()"
+    ran = subprocess.run([*program, code], capture_output=True, text=True, check=True)
+    printed = ast.literal_eval(ran.stdout) if language == "Python" else json.loads(ran.stdout)
+    del answer["usage"], printed["usage"]
+    assert answer == printed
 
 
-def test_task_without_a_head_is_disabled(browser, server_url):
-    """A model offers the tasks of its heads; the other boxes say that it has none."""
+def test_a_link_restores_a_task(browser, page, server_url):
+    """The address that a box copies fills the same box in another browser, and sends no text to the service."""
+    page.select_option("#classify [name=head]", index=1)
+    page.fill("#classify-inputs", "A 🌊 & a #hash = 100 %\nof it")
+    link = page.locator("#classify .link").evaluate("link => link.href")
+    found = run(page, "classify")
+    other = browser.new_page()
+    requested, _ = watch(other)
+    other.goto(link)
+    expect(other.locator("#classify .run")).to_be_focused()
+    assert page.input_value("#classify [name=head]") == other.input_value("#classify [name=head]")
+    assert not [url for url in requested if "hash" in urlsplit(url).path + urlsplit(url).query]
+    assert found["results"] == run(other, "classify")["results"]
+    other.goto(f"{server_url}/#task=masks&model=other%401")
+    problems = ["The link is for other@1, which is not served here."]
+    problems += [f"{other.input_value('#model')} has no head for the task of the link."]
+    expect(other.locator("#models-error .notice")).to_have_text(problems)
+    other.close()
+
+
+def test_the_model_has_a_card(page):
+    """It lists each head, and each data set with its terms."""
+    model = page.request.get(page.url + "models").json()["models"][0]
+    data = {"name": "News", "origin": "javascript:0", "used_for": "topic", "terms": "MIT"}
+    model["datasets"] = [{**data, "commercial_use": "yes"}]
+    answer_with(page, "models", json={"models": [model]})
+    page.reload()
+    page.click("#card summary")
+    assert [*model["heads"]] == texts(page.locator("#card table").nth(0), "tbody th")
+    assert [["News", "topic", "MIT", "yes"]] == [
+        texts(row, "th, td") for row in page.locator("#card table").nth(1).locator("tbody tr").all()
+    ]
+    assert 0 == page.locator("#card td a, #card th a").count()  # of a web address only
+
+
+def test_task_without_a_head_is_hidden(browser, server_url):
+    """A model offers the tasks of its heads; the page shows no other."""
     heads = {
-        "sentiment": {"task": "classification"},
-        "topic": {"task": "classification", "demo": True},
+        "sentiment": {"task": "classification", "labels": ["a", "b"]},
+        "topic": {"task": "classification", "labels": ["c", "d"], "demo": True},
     }
     page = browser.new_page()
     answer_with(page, "models", json={"models": [{"id": "labels@1", "heads": heads}]})
     page.goto(server_url)
-    expect(page.locator("#entities .results")).to_have_text("labels@1 has no head for this task.")
-    expect(page.locator("#entities .run")).to_be_disabled()
-    expect(page.locator("#classify .run")).to_be_enabled()
+    expect(page.locator("#classify .run")).to_be_visible()
+    expect(page.locator("#entities")).to_be_hidden()
     expect(page.locator("#classify .badge")).to_be_hidden()
     page.select_option("#classify [name=head]", "topic")
     expect(page.locator("#classify .badge")).to_be_visible()

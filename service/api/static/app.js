@@ -1,7 +1,9 @@
 // The playground: a box for each task, each an ordinary call to the API it is served from.
-// Data reaches the page through textContent only, never as markup.
 
-import { call, key, post, problem, useKey } from "./client.js";
+import { modelCard } from "./card.js";
+import { address, call, key, post, problem, useKey } from "./client.js";
+import { LANGUAGES } from "./code.js";
+import { count, fact, milliseconds, node, refused, showError, tokens } from "./dom.js";
 import { EXAMPLES } from "./examples.js";
 
 const of = (task) => (head) => head.task === task;
@@ -11,7 +13,7 @@ const givesVectors = (head) => ["embedding", "late-interaction", "sparse-embeddi
 const readsTexts = (head) => ["classification", "ner", "embedding"].includes(head.task);
 const lines = (text) => text?.split("\n").filter((line) => line.trim());
 
-// reads: whether a head can answer. optional: the box is hidden where no head can. headless: no single head answers.
+// reads: whether a head can answer; the box is hidden where none can. headless: no single head answers.
 const TASKS = {
   classify: {
     reads: of("classification"),
@@ -43,7 +45,6 @@ const TASKS = {
   },
   rerank: {
     reads: (head) => scoresPairs(head) || givesVectors(head),
-    optional: true,
     named: true,
     path: "rerank",
     empty: "The documents will appear here, the most relevant first.",
@@ -52,7 +53,6 @@ const TASKS = {
   },
   "zero-shot": {
     reads: entails,
-    optional: true,
     path: "zero-shot",
     empty: "Your labels and their scores will appear here.",
     request: ({ inputs, labels, multi_label }) => ({ inputs, labels: lines(labels), multi_label }),
@@ -60,7 +60,6 @@ const TASKS = {
   },
   analyze: {
     reads: readsTexts,
-    optional: true,
     headless: true,
     path: "analyze",
     empty: "The answers of all heads will appear here.",
@@ -69,7 +68,6 @@ const TASKS = {
   },
   tokenize: {
     reads: () => true,
-    optional: true,
     headless: true,
     path: "tokenize",
     empty: "The tokens that the model reads will appear here.",
@@ -78,7 +76,6 @@ const TASKS = {
   },
   masks: {
     reads: of("fill-mask"),
-    optional: true,
     path: "fill-mask",
     empty: "The best tokens for each mask will appear here.",
     request: ({ inputs }) => ({ inputs }),
@@ -86,7 +83,6 @@ const TASKS = {
   },
   weights: {
     reads: of("sparse-embedding"),
-    optional: true,
     path: "embed-sparse",
     empty: "The tokens with the largest weights will appear here.",
     request: ({ inputs }) => ({ inputs, top_k: 12, return_tokens: true }),
@@ -101,19 +97,7 @@ const MANY_LABELS = 8;
 
 // ---- small tools
 
-function node(tag, properties = {}, ...children) {
-  const { dataset, aria, ...rest } = properties;
-  const element = Object.assign(document.createElement(tag), rest);
-  Object.assign(element.dataset, dataset);
-  for (const [name, value] of Object.entries(aria ?? {})) element.setAttribute(`aria-${name}`, value);
-  element.append(...children);
-  return element;
-}
-
-const count = (n, word) => `${n} ${word}${n === 1 ? "" : "s"}`;
-const tokens = (n) => count(n, "token");
 const score = (value) => value.toFixed(3);
-const milliseconds = (value) => `${value.toFixed(value < 100 ? 1 : 0)} ms`;
 
 // Offsets are code points, but a JavaScript string counts UTF-16 units: an emoji would shift what follows.
 function highlight(text, spans, mark) {
@@ -218,11 +202,28 @@ function showAnalysis({ results: [found], heads }, sent) {
   return heads.map((head) => node("section", { className: "of-head" }, node("h3", {}, head), ...shown(found[head])));
 }
 
+const OFFERED = 4096; // tokens that are shown
+
 function showTokens({ results: [{ tokens: found, count: number, truncated }], max_length: longest }) {
-  const chips = found.map(({ id, token }) => node("li", { title: `id ${id}` }, token));
-  const rest = truncated ? "; the model cuts the rest or reads it in windows" : "";
-  return [node("p", { className: "summary" }, `${tokens(number)} of at most ${longest}${rest}`),
-    node("ol", { className: "tokens" }, ...chips)];
+  const special = found.filter(({ sequence }) => sequence === null).length;
+  const capacity = longest - special; // tokens of the text in one window
+  const text = number - special;
+  let at = 0;
+  const chips = found.slice(0, OFFERED).flatMap(({ id, token, start, end, sequence }) => {
+    const own = sequence !== null;
+    const window = own && at % capacity === 0 && at ? 1 + at / capacity : 0;
+    const className = own && at >= capacity ? "cut" : own ? "" : "special";
+    if (own) at += 1;
+    const edge = node("li", { className: "edge" }, `window ${window}`);
+    const place = own ? `${start}–${end}` : "special";
+    return [...(window ? [edge] : []), node("li", { className, title: `id ${id}` },
+      node("span", { className: "token" }, token), node("span", { className: "place" }, place))];
+  });
+  const windows = Math.ceil(text / capacity);
+  const cut = `: the last ${text - capacity} are cut off, or read in ${count(windows, "window")} with truncate “window”`;
+  const more = number > OFFERED ? [node("p", { className: "summary" }, `The first ${OFFERED} are shown.`)] : [];
+  return [node("p", { className: "summary" }, `${tokens(number)} of at most ${longest}${truncated ? cut : ""}`),
+    node("ol", { className: "tokens" }, ...chips), ...more];
 }
 
 function showFilledMasks({ results: [found] }) {
@@ -251,10 +252,6 @@ function notices(answer, sent, demo) {
   return [...cut, ...(demo ? [DEMO] : [])].map((text) => node("p", { className: "notice" }, text));
 }
 
-function fact(name, label, value) {
-  return node("div", { dataset: { fact: name } }, node("dt", {}, label), node("dd", {}, value));
-}
-
 function facts({ answer, roundTrip, timing, batch }) {
   const { usage } = answer;
   return node("dl", { className: "facts" },
@@ -280,20 +277,10 @@ function timeline({ roundTrip, timing }) {
     node("p", { className: "keys-of-time" }, ...legend)];
 }
 
-function showError(place, error, ...more) {
-  const seconds = Number(error.retryAfter);
-  const wait = seconds > 0 ? ` Try again in ${count(seconds, "second")}.` : "";
-  const details = [error.status, error.code, error.param && `at ${error.param}`].filter(Boolean).join(" · ");
-  place.replaceChildren(node("div", { className: "error" },
-    node("p", {}, error.message, wait), node("p", { className: "mono" }, details), ...more));
-}
-
-const refused = ({ status }) => status === 401 || status === 403;
-
 function askForKey() {
   document.getElementById("key-form").hidden = false;
   // A link cannot show a key.
-  for (const link of document.querySelectorAll("nav [href=models], nav [href=metrics]")) link.hidden = true;
+  for (const link of document.querySelectorAll("nav [href=metrics], #card [href]")) link.hidden = true;
 }
 
 // ---- one box
@@ -339,15 +326,31 @@ function offerPrompts(panel) {
   choice.hidden = !named.some(([, text]) => text);
 }
 
+// The address of this box as it is filled in. A fragment is not sent to any server.
+function fragment(panel) {
+  const { model, head } = body(panel);
+  const values = { task: panel.name, model, head, ...fields(panel.form) };
+  const known = Object.entries(values).filter(([, value]) => value);
+  return `#${new URLSearchParams(known)}`;
+}
+
 function refresh(panel) {
-  const quoted = JSON.stringify(body(panel)).replaceAll("'", String.raw`'\''`);
-  panel.command.textContent = [
-    `curl -sS ${new URL(panel.path, document.baseURI)}`,
-    ...(key() ? ['-H "Authorization: Bearer $QUARTET_API_KEY"'] : []),
-    "-H 'Content-Type: application/json'",
-    `-d '${quoted}'`,
-  ].join(" \\\n  ");
+  panel.link.href = fragment(panel);
   panel.badge.hidden = !isDemo(panel);
+}
+
+let language = "curl"; // of all boxes
+
+function showCode(panel, sent) {
+  panel.sent = sent;
+  panel.code.hidden = false;
+  panel.command.textContent = LANGUAGES[language](address(panel.path), sent, Boolean(key()));
+  for (const button of panel.languages) button.setAttribute("aria-pressed", button.textContent === language);
+}
+
+function chooseLanguage(name) {
+  language = name;
+  for (const panel of panels) if (panel.sent) showCode(panel, panel.sent);
 }
 
 function markInvalid(panel, param) {
@@ -358,12 +361,26 @@ function markInvalid(panel, param) {
   }
 }
 
+// Whether a text is missing, which the page then says itself.
+function isEmpty(panel) {
+  const blank = [...panel.form.elements].find((element) =>
+    element.matches("textarea, input[type=text]") && !element.value.trim());
+  if (!blank) return false;
+  markInvalid(panel, blank.name);
+  const text = `“${blank.labels[0].textContent}” is empty: write something, or try an example.`;
+  rest(panel, node("p", { className: "notice" }, text));
+  blank.focus();
+  return true;
+}
+
 async function run(panel) {
   panel.flight?.abort();
+  if (isEmpty(panel)) return;
   const flight = panel.flight = new AbortController();
   const sent = body(panel);
   const demo = isDemo(panel);
   panel.results.setAttribute("aria-busy", "true");
+  showCode(panel, sent);
   try {
     const reply = await post(panel.path, sent, flight.signal);
     if (flight.signal.aborted) return; // a newer run owns the box
@@ -380,15 +397,16 @@ async function run(panel) {
   panel.results.removeAttribute("aria-busy");
 }
 
-async function copy(panel, button) {
+async function copy(text, button, select) {
+  const label = button.textContent;
   try {
-    await navigator.clipboard.writeText(panel.command.textContent);
+    await navigator.clipboard.writeText(text);
     button.textContent = "Copied";
   } catch { // not allowed, or not a secure page: leave it selected for the keyboard
-    getSelection().selectAllChildren(panel.command);
-    button.textContent = "Selected";
+    select?.();
+    button.textContent = select ? "Selected" : "See the address bar";
   }
-  setTimeout(() => { button.textContent = "Copy"; }, 1600);
+  setTimeout(() => { button.textContent = label; }, 1600);
 }
 
 function build(name, settings) {
@@ -399,18 +417,27 @@ function build(name, settings) {
   const badge = node("span", { className: "badge", title: DEMO, hidden: true }, "demo");
   section.querySelector("h2").after(badge);
   const find = (selector) => section.querySelector(selector);
+  const title = section.querySelector("h2").textContent;
+  find(".code pre").setAttribute("aria-label", `${title}: the request as code`);
+  const languages = Object.keys(LANGUAGES).map((each) => node("button", { type: "button" }, each));
+  find(".languages").append(...languages);
   return {
     ...settings, name, section, form, badge, heads: [], model: null, mask: MASK,
-    head: find("[name=head]"), command: find(".curl code"),
+    head: find("[name=head]"), code: find(".code"), command: find(".code code"), languages, link: find(".link"),
     results: find(".results"), measures: find(".measures"),
   };
 }
 
-function rest(panel, text) {
+// Empty the outcome, but for a message.
+function rest(panel, message) {
   panel.measures.replaceChildren();
-  if (panel.results.textContent === text) return; // what is read out loud need not be said twice
-  panel.results.replaceChildren(node("p", { className: "empty" }, text));
+  panel.code.hidden = true;
+  panel.sent = undefined;
+  if (panel.results.textContent === message.textContent) return; // it is read out loud already
+  panel.results.replaceChildren(message);
 }
+
+const waiting = (panel) => node("p", { className: "empty" }, panel.empty);
 
 function wire(panel) {
   const examples = Object.entries(EXAMPLES[panel.name]).map(([label, values]) => {
@@ -428,8 +455,11 @@ function wire(panel) {
     panel.form.requestSubmit();
   });
   const button = panel.section.querySelector(".copy");
-  button.addEventListener("click", () => copy(panel, button));
-  rest(panel, panel.empty);
+  const select = () => getSelection().selectAllChildren(panel.command);
+  button.addEventListener("click", () => copy(panel.command.textContent, button, select));
+  panel.link.addEventListener("click", () => copy(panel.link.href, panel.link));
+  for (const each of panel.languages) each.addEventListener("click", () => chooseLanguage(each.textContent));
+  rest(panel, waiting(panel));
   fill(panel, Object.values(EXAMPLES[panel.name])[0]);
 }
 
@@ -454,12 +484,9 @@ function applyModel(panel, model) {
   spellMask(panel, offered[0]?.[1].mask_token ?? panel.mask);
   panel.section.querySelector(".head-choice").hidden = offered.length < 2 || panel.headless;
   offerPrompts(panel);
-  const missing = Boolean(model.heads) && !offered.length;
-  panel.form.querySelector("fieldset").disabled = missing;
-  panel.section.classList.toggle("off", missing);
-  panel.section.hidden = missing && Boolean(panel.optional);
+  panel.section.hidden = Boolean(model.heads) && !offered.length;
   markInvalid(panel);
-  rest(panel, missing ? `${model.id} has no head for this task.` : panel.empty);
+  rest(panel, waiting(panel));
   refresh(panel);
 }
 
@@ -481,9 +508,32 @@ function terms({ commercial_use: use, commercial_use_by_head: byHead = {} }) {
   ];
 }
 
+// Fill in what a shared link names: a task, its texts, and perhaps a model and a head.
+function openLink() {
+  const { task, model, head, ...values } = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
+  const panel = panels.find(({ name }) => name === task);
+  if (!panel || select.disabled) return;
+  const isServed = [...select.options].some(({ value }) => value === model);
+  if (isServed && select.value !== model) {
+    select.value = model;
+    select.onchange();
+  }
+  const problems = [
+    model && !isServed && `The link is for ${model}, which is not served here.`,
+    panel.section.hidden && `${select.value} has no head for the task of the link.`,
+  ].filter(Boolean);
+  place.replaceChildren(...problems.map((text) => node("p", { className: "notice" }, text)));
+  if (panel.heads.some(([name]) => name === head)) panel.head.value = head;
+  offerPrompts(panel);
+  fill(panel, values);
+  panel.section.scrollIntoView();
+  panel.section.querySelector(".run").focus({ preventScroll: true });
+}
+
+const place = document.getElementById("models-error");
+const select = document.getElementById("model");
+
 async function loadModels(panels) {
-  const place = document.getElementById("models-error");
-  const select = document.getElementById("model");
   if (key()) askForKey();
   try {
     const { models = [] } = (await call("models")).answer;
@@ -493,12 +543,15 @@ async function loadModels(panels) {
       const model = models.find(({ id }) => id === select.value);
       document.getElementById("model-facts").textContent = describe(model);
       document.getElementById("model-terms").replaceChildren(...terms(model));
+      document.getElementById("card-body").replaceChildren(...modelCard(model));
+      document.getElementById("card").hidden = false;
       panels.forEach((panel) => applyModel(panel, model));
     };
     select.value = models[0].id;
     select.onchange();
     select.disabled = false;
     place.replaceChildren();
+    openLink();
   } catch (error) {
     select.replaceChildren(node("option", {}, "Not available"));
     select.disabled = true;
@@ -526,4 +579,5 @@ panels.forEach(wire);
 if (/Mac|iP(hone|ad)/.test(navigator.platform)) {
   for (const kbd of document.querySelectorAll(".keys kbd:first-child")) kbd.textContent = "⌘";
 }
+addEventListener("hashchange", openLink);
 loadModels(panels);

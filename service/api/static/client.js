@@ -11,6 +11,8 @@ try {
 
 export const key = () => held;
 
+export const address = (path) => new URL(NATIVE + path, document.baseURI);
+
 export function useKey(value) {
   held = value.trim();
   try {
@@ -25,7 +27,7 @@ export async function call(path, init) {
   let response, text;
   try {
     const bearer = held && { Authorization: `Bearer ${held}` };
-    response = await fetch(NATIVE + path, { ...init, headers: { ...init?.headers, ...bearer } });
+    response = await fetch(address(path), { ...init, headers: { ...init?.headers, ...bearer } });
     text = await response.text();
   } catch (cause) {
     if (cause.name === "AbortError") throw cause;
