@@ -13,7 +13,6 @@ import structlog
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route as PlainRoute
@@ -27,10 +26,9 @@ from service.api.native_routes import Route, router
 from service.api.route_table import RouteTable
 from service.core.bundle import Task
 from service.engines.registry import Engines
-from service.errors import MethodNotAllowed, NotFound, QuartetError
+from service.errors import MethodNotAllowed, NotFound
 from service.middleware.access_control import KeyCheck, access_checks
 from service.middleware.early_rejection import EarlyRejection
-from service.middleware.refusals import refusal_response
 from service.middleware.request_lifecycle import (
     LifecycleMiddleware,
     RequestLifecycle,
@@ -38,7 +36,6 @@ from service.middleware.request_lifecycle import (
 )
 from service.middleware.service_state import Service
 from service.middleware.tracing import tracing
-from service.observability.logs import log_bug
 from service.observability.metrics import Recorder
 from service.settings import Settings
 from service.shutdown import Stage
@@ -127,9 +124,6 @@ def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder)
     app.add_middleware(LifecycleMiddleware, lifecycle=lifecycle)
     if settings.cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origins, **CORS)
-    app.add_middleware(BriefFailure)
-    app.add_exception_handler(QuartetError, answer_error)
-    app.add_exception_handler(HTTPException, answer_http_error)
     app.router.routes.extend(served)  # `include_router` would match and wrap the routes twice
     add_pages(app)
     app.add_route("/openapi.json", DocumentPage(app).answer, include_in_schema=False)
@@ -147,8 +141,7 @@ class Application(FastAPI):
     """
 
     def build_middleware_stack(self) -> ASGIApp:
-        routes = RouteTable(self.router)
-        app: ASGIApp = ExceptionMiddleware(routes, handlers=self.exception_handlers)
+        app: ASGIApp = RouteTable(self.router, Unrouted(self.router))
         for layer in reversed(self.user_middleware):
             app = layer.cls(app, *layer.args, **layer.kwargs)
         return app
@@ -170,10 +163,11 @@ async def lifespan(
     service.engines = None
 
 
-class BriefFailure:
-    """Middleware that reports in one line why the service cannot start, and nothing where a signal ends it early.
+class Unrouted:
+    """The framework's router for what no route of the table serves: the lifespan, static pages, and paths without one.
 
-    The traceback of a failed start goes to the debug log.
+    It reports in one line why the service cannot start, and nothing where a signal ends it early. The traceback of a
+    failed start goes to the debug log. Raises NotFound and MethodNotAllowed.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -188,28 +182,21 @@ class BriefFailure:
                 message = {**message, "message": ""}
             await send(message)
 
-        await self.app(scope, receive, send_brief if scope["type"] == "lifespan" else send)
+        try:
+            await self.app(scope, receive, send_brief if scope["type"] == "lifespan" else send)
+        except HTTPException as error:
+            raise as_quartet_error(Request(scope), error) from None
 
 
-async def answer_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, QuartetError)
-    log_bug(error)
-    return refusal_response(request.scope, error)
-
-
-async def answer_http_error(request: Request, error: Exception) -> Response:
-    """Return the framework's own errors, 404 and 405, in the service's error format. Raises every other error again."""
-    assert isinstance(error, HTTPException)
+def as_quartet_error(request: Request, error: HTTPException) -> Exception:
+    """Return the framework's own errors, 404 and 405, as the service's; every other error unchanged."""
     if error.status_code == NotFound.status:
-        hint = native_hint(request)
-        return refusal_response(
-            request.scope, NotFound(f"there is nothing at {request.url.path}{hint}")
-        )
+        return NotFound(f"there is nothing at {request.url.path}{native_hint(request)}")
     if error.status_code == MethodNotAllowed.status:
         allowed = allowed_methods(request, error)
         message = f"{request.method} is not allowed here, but {allowed}"
-        return refusal_response(request.scope, MethodNotAllowed(message, allow=allowed))
-    raise error
+        return MethodNotAllowed(message, allow=allowed)
+    return error
 
 
 def native_hint(request: Request) -> str:

@@ -100,9 +100,9 @@ class Call(Generic[R]):
         """Return an id of the response from the prefix and the id of the request, or the service's own id for it."""
         return f"{prefix}-{request_id or self.context.request_id}"
 
-    async def within_deadline(self, work: Coroutine[Any, Any, W]) -> W:
-        """Await work that needs no device until the client disconnects or the deadline passes."""
-        return await answer_in_time(work, self.receive, self.ticket.deadline, self.context.leaving)
+    def within_deadline(self, work: Coroutine[Any, Any, W]) -> Coroutine[Any, Any, W]:
+        """Await work until the client disconnects or the deadline passes."""
+        return answer_in_time(work, self.receive, self.ticket.deadline, self.context.leaving)
 
     async def show(self, reply: Reply[Any], work: Callable[[], W]) -> W:
         """Run work on the results of a reply, in a text thread if they may be large."""
@@ -158,7 +158,7 @@ class Call(Generic[R]):
             raise
         if not first:
             asking.result()
-        self.context.tokens = self.context.submitted_tokens
+        self.context.tokens = self.ticket.tokens
         return NdjsonResponse(
             self._chunks(first, lines, asking), {"X-Quartet-Model": self.engine.fingerprint}
         )
@@ -261,10 +261,10 @@ def open_call(request: HttpRequest, schema: type[R], body: object, deadline: flo
         priority=context.priority,
         tenant=context.tenant,
         isolate_errors=valid.isolates_errors,
-        on_encode=context.count_characters,
-        on_submit=context.submit,
+        on_submit=context.on_submit,
         place=valid.place,
     )
+    context.ticket = ticket
     in_lines = wants_lines(context.headers.get("accept", ""))
     return Call(valid, engine, ticket, context, request.receive, in_lines)
 

@@ -5,6 +5,7 @@ each with its field and index.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Annotated, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
@@ -74,21 +75,23 @@ class Request(Strict):
     @property
     def place(self) -> str:
         """The name of an input in error messages, with {} for its index."""
-        name = self._name(self.listed)
+        name = name_in_body(type(self), self.listed)
         return name if isinstance(getattr(self, self.listed), str) else name + "[{}]"
 
     def texts(self) -> Iterator[tuple[str, str]]:
         """Every text with its location."""
         for field in self.text_fields:
-            name, value = self._name(field), getattr(self, field)
+            name, value = name_in_body(type(self), field), getattr(self, field)
             if isinstance(value, str):
                 yield name, value
             else:
                 yield from numbered(name, value or ())
 
-    def _name(self, field: str) -> str:
-        """Return the name that a field has in bodies."""
-        return type(self).model_fields[field].alias or field
+
+@cache
+def name_in_body(schema: type[Request], field: str) -> str:
+    """Return the name that a field of a request has in its JSON."""
+    return schema.model_fields[field].alias or field
 
 
 class IsolatingRequest(Request):

@@ -45,9 +45,9 @@ LARGE_BYTES = BYTES_PER_TOKEN * INLINE_TOKENS  # of results that a text thread w
 CHARACTERS_PER_TOKEN = 4  # the size of decoding in a text thread, in characters
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ticket:
-    """The attributes of a request, apart from its inputs."""
+    """The attributes of a request, apart from its inputs, and their size, which the engine fills in."""
 
     request_id: str
     deadline: float  # when the client stops waiting, in seconds of `time.monotonic`
@@ -55,11 +55,11 @@ class Ticket:
     tenant: str = ""
     # Whether an input that fails gets an error of its own; otherwise it fails the whole request.
     isolate_errors: bool = False
-    # Called with the number of characters before the engine encodes the inputs.
-    on_encode: Callable[[int], object] | None = None
-    # Called with the number of tokens when the engine submits the inputs to the device.
-    on_submit: Callable[[int], object] | None = None
+    # Called when the engine submits the inputs to the device.
+    on_submit: Callable[[], object] | None = None
     place: str = "inputs[{}]"  # format of an input's index in error messages
+    characters: int = 0  # of the inputs, before the engine encodes them
+    tokens: int = 0  # of the inputs that the engine submits to the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +194,9 @@ class Engine:
         usage = _usage(items)
         submitted = time.monotonic()
         entries = self._entries(plan.heads, items, ticket, submitted)
+        ticket.tokens = usage.tokens
         if ticket.on_submit is not None:
-            ticket.on_submit(usage.tokens)
+            ticket.on_submit()
         decode = plan.decode if plan.result_bytes is None else self._count(plan, encoded)
         collector = ResultCollector(
             items, entries, errors, ticket.isolate_errors, decode, on_result
@@ -204,7 +205,7 @@ class Engine:
             outcomes = await self._device.submit(entries)
             waited_s = time.monotonic() - submitted
             decode_all = partial(collector.add_all, entries, outcomes)
-            size = max(usage.tokens, plan.characters // CHARACTERS_PER_TOKEN)
+            size = max(usage.tokens, ticket.characters // CHARACTERS_PER_TOKEN)
             await self.run(decode_all, size, ticket, INLINE_TOKENS if plan.decodes_inline else 0)
         else:
             outcomes = await self._stream(plan, entries, collector, ticket)
@@ -337,9 +338,8 @@ class Engine:
             encoded.answer_bytes += own.answer_bytes
             self.limits.check_response(encoded.answer_bytes)
 
-        if ticket.on_encode is not None:
-            ticket.on_encode(plan.characters)
-        if plan.characters <= INLINE_CHARACTERS:
+        ticket.characters = plan.characters
+        if ticket.characters <= INLINE_CHARACTERS:
             for _, work in parts:
                 add(work())
         else:

@@ -117,7 +117,6 @@ def bulk(ticket: Ticket) -> Ticket:
         priority=BULK,
         tenant="",
         isolate_errors=True,
-        on_encode=None,
         on_submit=None,
     )
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from starlette.types import Scope
 
+from service.engines.engine import Ticket
 from service.errors import ErrorForm, QuartetError, native_form
 
 CONTEXT = "request_context"  # key in the state of a scope
@@ -34,9 +35,8 @@ class RequestContext:
     on_submit: Callable[[], object] | None = None
     # Each function is called with this context when the request is over.
     on_finish: list[Callable[["RequestContext"], object]] = field(default_factory=list)
-    characters: int = 0  # of the request's texts, once they are known
+    ticket: Ticket | None = None  # of the call of an engine
     answer_bytes: int = 0  # the largest size of the results in JSON
-    submitted_tokens: int = 0  # tokens of those texts
     model: str = ""
     task: str = ""
     inputs: int = 0
@@ -57,21 +57,16 @@ class RequestContext:
     # Done when the client has disconnected, if the server reports that.
     leaving: asyncio.Future[None] | None = None
 
-    def count_characters(self, characters: int) -> None:
-        """Record that the request's texts have this many characters."""
-        self.characters = characters
-
-    def submit(self, tokens: int) -> None:
-        """Record that the request's texts, of this many tokens, go to the device."""
-        self.submitted_tokens = tokens
-        if self.on_submit is not None:
-            self.on_submit()
-
     @property
     def names(self) -> dict[str, str]:
         """The fields that all log lines of this request have in common."""
         names = {"request_id": self.request_id}
         return {**names, "trace_id": self.trace_id} if self.trace_id else names
+
+    @property
+    def characters(self) -> int:
+        """The characters of the request's texts; 0 if they are not known."""
+        return self.ticket.characters if self.ticket else 0
 
     @property
     def seconds(self) -> float:

@@ -27,7 +27,7 @@ from service.middleware.refusal_throttle import RefusalThrottle
 from service.middleware.refusals import log_internal_error, refusal_response
 from service.middleware.request_context import CONTEXT, RequestContext, context_of, new_context
 from service.middleware.service_state import Service
-from service.observability.logs import NAMES, QUIET_ROUTES, LogLimiter, log_request
+from service.observability.logs import NAMES, QUIET_ROUTES, LogLimiter, log_bug, log_request
 from service.observability.metrics import Recorder
 
 # Key in a scope's state: the error of a request that the server refused before the application.
@@ -211,8 +211,12 @@ class LifecycleMiddleware:
                 raise
             draining = Draining("the server is shutting down")
             await refusal_response(scope, draining)(scope, receive, send)
-        except Exception:  # a bug in a route: the client gets our error
-            error = log_internal_error()
+        except Exception as raised:
+            if isinstance(raised, QuartetError) and not context.status:
+                log_bug(raised)
+                await refusal_response(scope, raised)(scope, receive, send)
+                return
+            error = log_internal_error()  # a bug in a route: the client gets our error
             if context.status:
                 context.code = error.code
                 raise  # the response is incomplete: the server must abort the connection

@@ -68,12 +68,12 @@ class FlowTurns(Generic[F]):
 
     def next(self, may_run: Callable[[F], bool] = lambda _: True) -> F | None:
         """Return the flow that is next among those that may run; None if none of them waits."""
-        waiting = (work for work in self if work and may_run(work))
+        waiting = (work for work in self._flows.values() if work and may_run(work))
         return min(waiting, key=lambda work: (work.virtual_time, work.arrival), default=None)
 
     def weights(self) -> Mapping[Flow, float]:
         """Return the weights of the flows with waiting work."""
-        return weights([work.flow for work in self if work])
+        return weights([work.flow for work in self._flows.values() if work])
 
     def charge(self, seconds: Mapping[F, float]) -> None:
         """Add the seconds of work that begins to the virtual times of its flows; the first one was next."""

@@ -87,8 +87,9 @@ class FakeEngine:
         results = [None if index in self.bad else one for index, one in enumerate(found)]
         self.asked, self.heads, self.ticket = as_task(task), heads, ticket
         self.reached.set()
+        ticket.tokens = TOKENS
         if ticket.on_submit is not None:
-            ticket.on_submit(TOKENS)
+            ticket.on_submit()
         for index, result in enumerate(results if on_result else ()):
             made = result is not None and lines is not None
             on_result(index, lines.line(index, result) if made else result)

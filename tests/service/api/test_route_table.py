@@ -23,7 +23,8 @@ ROUTES = [
 
 def test_each_request_has_the_route_of_a_linear_search():
     """The table finds the first route that matches fully, with its parameters, and none otherwise."""
-    table = RouteTable(Router(ROUTES))
+    router = Router(ROUTES)
+    table = RouteTable(router, router)
     for path in (
         "/",
         "/embed",
