@@ -1,6 +1,7 @@
 """A student begins as layers of its teacher or fresh, learns from it, goes on where it stopped, and is a checkpoint."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -890,6 +891,31 @@ def test_the_distilled_default_is_a_chain_of_shipped_settings():
         assert s.losses["labels"] > 0
         for name, head in s.heads.items():
             assert trained[head.teacher] == {name}
+
+
+def test_the_everyday_recipe_makes_what_its_next_stage_reads():
+    """Checkpoints and rows of each stage of `everyday.sh` come from the stages before it."""
+    configs = Path(finetune.__file__).parent / "configs"
+    script = (configs / "everyday.sh").read_text(encoding="utf-8")
+    script = script.replace("\\\n", " ").replace("$rows", "runs/everyday/rows")
+    (heads,) = re.findall(r"for head in (.*); do", script)
+    rows = "sentiment entities answers embeddings"  # the files of model.everyday
+    made = {f"runs/everyday/rows/{name}.jsonl.gz" for name in rows.split()}
+    stages = 0
+    for line in script.splitlines():
+        if found := re.match(r"once (\S+) ", line):
+            made.add(found[1])
+        for name in re.findall(r"configs/everyday-(\S+)\.toml", line):
+            for head in heads.split() if name == "$head" else [name]:
+                kind = finetune.FinetuneSettings if name == "$head" else DistillSettings
+                s = kind(**read_config(configs / f"everyday-{head}.toml"))
+                each = s.heads.values()
+                needs = {s.init_from, getattr(s, "teacher", "")} | {h.teacher for h in each}
+                needs |= {file for h in each for file in h.train if file.startswith("runs/")}
+                assert needs - {""} <= made, head
+                made.add(f"{s.output}/checkpoint")
+                stages += 1
+    assert stages == 8
 
 
 def test_the_command_reads_a_toml_file(taught, data, tmp_path, monkeypatch):

@@ -1,0 +1,214 @@
+"""Make training rows of everyday language: `python -m model.everyday OUT --text FILE --questions FILE --pairs FILE`.
+
+It fills templates (`everyday.toml`), and makes of data what is missing there: sentences without a name, questions
+without an answer, and contradictions. OUT gets `sentiment.jsonl.gz` (negative, neutral, positive), `entities.jsonl.gz`,
+`answers.jsonl.gz` and `embeddings.jsonl.gz`, in formats that training reads.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import random
+import re
+import tomllib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from model.data import checksums, labelled_rows
+from model.data.corpus import documents, sentences
+from model.data.labelled_rows import QuestionRow
+from service.core.data_files.text_files import read_lines, write_gzip
+
+TEMPLATES = Path(__file__).with_name("everyday.toml")
+SLOT = re.compile(r"\{(\w+)\}")
+WORD = re.compile(r"[^\W\d_]+(?:['’]\w+)?")
+KINDS = {"first": "PER", "last": "PER", "city": "LOC", "country": "LOC", "org": "ORG"}
+KINDS |= {"nation": "MISC"}
+CAPITAL = re.compile(r"I(?:['’]\w+)?$")  # of a word that is no name
+LENGTH = (3, 22)  # words of a plain sentence
+COMMON = 5  # a word that begins a sentence is no name if it occurs in lower case this often
+UNPUNCTUATED = 0.3  # share of the rows that lose their last mark
+NEAREST = 20  # contexts that share a question's rarest words
+MOST = 0.1  # share of the contexts from which on a word counts for nothing
+
+RELATED = ("anchor", "positive", "negative")
+
+Row = dict[str, Any]
+
+
+def fill(template: str, lists: dict[str, list[str]], rng: random.Random) -> Row:
+    """Return a text with a random entry in each slot, and the spans of the entries that are entities."""
+    text, at = "", 0
+    spans: list[tuple[int, int, str]] = []
+    for slot in SLOT.finditer(template):
+        entry = rng.choice(lists[slot[1]])
+        text += template[at : slot.start()]
+        if kind := KINDS.get(slot[1]):
+            joins = spans and text[spans[-1][1] :] == " " and spans[-1][2] == kind == "PER"
+            start = spans.pop()[0] if joins else len(text)
+            spans.append((start, len(text) + len(entry), kind))
+        text, at = text + entry, slot.end()
+    text += template[at:]
+    if len(text) > 1 and text[-1] in ".!?" and rng.random() < UNPUNCTUATED:
+        text = text[:-1].rstrip()
+    return {"text": text, "entities": spans}
+
+
+def filled(
+    templates: Sequence[str], lists: dict[str, list[str]], count: int, rng: random.Random
+) -> list[Row]:
+    """Return `count` rows, evenly from each template; templates without a slot make equal rows."""
+    return [fill(templates[number % len(templates)], lists, rng) for number in range(count)]
+
+
+def plain_sentences(files: Sequence[Path], count: int, rng: random.Random) -> list[str]:
+    """Return short sentences of text without a name: only the first word, and "I", have capitals.
+
+    A model that reads lower case cannot see this, so the sentences show it where there is no name.
+    """
+    kept, common = [], Counter[str]()
+    for paragraphs in documents(files):
+        for sentence in itertools.chain.from_iterable(map(sentences, paragraphs)):
+            words = WORD.findall(sentence)
+            common.update(word for word in words if word.islower())
+            short = LENGTH[0] <= len(words) <= LENGTH[1] and sentence.isprintable()
+            if short and all(word.islower() or CAPITAL.match(word) for word in words[1:]):
+                kept.append((words[0].lower(), sentence.strip("\"'“”‘’ ")))
+    found = [text for first, text in kept if common[first] >= COMMON and "“" not in text]
+    return rng.sample(found, min(count, len(found)))
+
+
+def opinion_words(table: dict[str, list[str]], lists: dict[str, list[str]]) -> set[str]:
+    """Return the words that only templates of praise or blame have."""
+
+    def words(texts: Iterable[str]) -> set[str]:
+        return {word for text in texts for word in WORD.findall(SLOT.sub("", text).lower())}
+
+    sides = [*table["positive"], *table["negative"], *lists["good"], *lists["bad"]]
+    return words(sides) - words([*table["neutral"], *lists["plain"], *lists["item"]])
+
+
+def sentiment_rows(
+    templates: Row, plain: Sequence[str], count: int, rng: random.Random
+) -> Iterator[Row]:
+    """Yield texts with their labels: templates, emoji alone and behind them, and plain text as neutral."""
+    table, lists = templates["sentiment"], templates["lists"]
+    for label in ("negative", "neutral", "positive"):
+        signs = table[f"{label}_emoji"]
+        for row in filled(table[label], lists, count, rng):
+            sign = " " * rng.randint(0, 1) + rng.choice(signs) if rng.random() < 0.15 else ""
+            yield {"text": row["text"] + sign, "label": label}
+        short = [row["text"] for row in filled(table["neutral"], lists, 4 * len(signs), rng)]
+        for number, text in enumerate(short):
+            sign = signs[number % len(signs)]
+            chosen = rng.choice((sign, sign * rng.randint(1, 3), f"{text} {sign}"))
+            yield {"text": chosen, "label": label}
+    opinions = opinion_words(table, lists)
+    for text in plain:
+        if not opinions & {*WORD.findall(text.lower())}:
+            yield {"text": text, "label": "neutral"}
+
+
+def entity_rows(templates: Row, plain: Sequence[str], count: int, rng: random.Random) -> list[Row]:
+    """Return texts with the spans of their entities, and as many without an entity."""
+    table, lists = templates["entities"], templates["lists"]
+    rows = filled(table["rows"], lists, count, rng) + filled(table["none"], lists, count // 2, rng)
+    neutral = [
+        t for t in templates["sentiment"]["neutral"] if not KINDS.keys() & {*SLOT.findall(t)}
+    ]
+    rows += filled(neutral, lists, count // 2, rng)
+    return rows + [{"text": text, "entities": []} for text in plain]
+
+
+def unanswerable(rows: Sequence[QuestionRow], rng: random.Random) -> Iterator[Row]:
+    """Yield each question with a context that has many of its words, but not its answer."""
+    contexts = [*dict.fromkeys(row.context for row in rows)]
+    words = [{*WORD.findall(context.lower())} for context in contexts]
+    places: dict[str, list[int]] = defaultdict(list)
+    for index, found in enumerate(words):
+        for word in found:
+            places[word].append(index)
+    for row in rows:
+        answer = row.answers[0][0].lower()
+        score: Counter[int] = Counter()
+        for word in dict.fromkeys(WORD.findall(row.question.lower())):  # in order, for ties
+            share = len(places[word]) / len(contexts)
+            if 0 < share < MOST:
+                weight = round(-1000 * math.log(share))
+                score.update(dict.fromkeys(places[word], weight))
+        near = [contexts[index] for index, _ in score.most_common(NEAREST)]
+        if able := [c for c in near if c != row.context and answer not in c.lower()]:
+            yield {"question": row.question, "context": rng.choice(able[:3]), "answers": []}
+
+
+def opposite_rows(templates: Row) -> Iterator[Row]:
+    """Yield requests, another wording of each, and a request for the opposite that is worded like it."""
+    frames = templates["frames"]
+    for group in templates["opposites"]:
+        for here, there in (group["words"], group["words"][::-1]):
+            for number, (verb, of) in enumerate(itertools.product(here, group["of"])):
+                frame, other = (frames[(number + shift) % len(frames)] for shift in (0, 1))
+                same = here[(here.index(verb) + 1) % len(here)]
+                words = verb, same, there[number % len(there)]
+                texts = [
+                    f.format(f"{w} {of}") for f, w in zip((frame, other, frame), words, strict=True)
+                ]
+                yield dict(zip(RELATED, texts, strict=True))
+    for group in templates["meanings"]:
+        for first, second in itertools.permutations(group["same"], 2):
+            for other in group["other"]:
+                yield dict(zip(RELATED, (first, second, other), strict=True))
+
+
+def contradictions(files: Sequence[Path]) -> Iterator[Row]:
+    """Yield each premise of labeled pairs with a sentence that follows from it and one that contradicts it."""
+    for file in files:
+        found: dict[str, dict[str, str]] = defaultdict(dict)
+        for _, line in read_lines(file):
+            row = json.loads(line)
+            found[row["text"]].setdefault(row["label"], row["text_pair"])
+        for premise, by in found.items():
+            if "entailment" in by and "contradiction" in by:
+                texts = premise, by["entailment"], by["contradiction"]
+                yield dict(zip(RELATED, texts, strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m model.everyday", description=__doc__)
+    parser.add_argument("out", type=Path, help="a folder for the four files")
+    for option, kind in (
+        ("text", "plain text"),
+        ("questions", "SQuAD"),
+        ("pairs", "NLI, JSON lines"),
+    ):
+        parser.add_argument(f"--{option}", type=Path, nargs="+", required=True, help=kind)
+    parser.add_argument("--rows", type=int, default=4000, help="filled templates of each kind")
+    parser.add_argument("--plain", type=int, default=8000, help="sentences of plain text")
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args()
+    rng = random.Random(given.seed)
+    try:
+        for file in (*given.text, *given.pairs):
+            checksums.check(file)
+        templates = tomllib.loads(TEMPLATES.read_text(encoding="utf-8"))
+        plain = plain_sentences(given.text, given.plain, rng)
+        questions = [row for file in given.questions for row in labelled_rows.read(file, "qa")]
+        made: dict[str, Iterable[Row]] = {
+            "sentiment": sentiment_rows(templates, plain, given.rows, rng),
+            "entities": entity_rows(templates, plain, given.rows, rng),
+            "answers": unanswerable(questions, rng),
+            "embeddings": [*opposite_rows(templates), *contradictions(given.pairs)],
+        }
+        for name, rows in made.items():
+            path = given.out / f"{name}.jsonl.gz"
+            count = write_gzip(path, (json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+            print(f"{path}: {count:,} rows")
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{error}") from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Rows of everyday language fit their templates, and none is a sentence that is kept for evaluation."""
+
+import json
+import random
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from model import everyday
+from model.data import labelled_rows
+from model.data.labelled_rows import QuestionRow
+
+TEMPLATES = tomllib.loads(everyday.TEMPLATES.read_text(encoding="utf-8"))
+EVALUATION = everyday.TEMPLATES.parent / "evaluation" / "everyday"
+
+
+def test_names_of_a_template_are_entities():
+    """A first and a last name make one entity; other slots make none."""
+    lists = {"first": ["Ada"], "last": ["Lovelace"], "city": ["Turin"], "item": ["a map"]}
+    rng = random.Random(1)
+    row = everyday.fill("{first} {last} sent {item} to {city}!", lists, rng)
+    found = [(row["text"][start:end], kind) for start, end, kind in row["entities"]]
+    assert found == [("Ada Lovelace", "PER"), ("Turin", "LOC")]
+    assert row["text"].startswith("Ada Lovelace sent a map to Turin")
+
+
+def test_every_slot_has_a_list():
+    table = TEMPLATES["sentiment"], TEMPLATES["entities"]
+    texts = [
+        text for each in table for texts in each.values() if type(texts) is list for text in texts
+    ]
+    slots = {slot for text in texts for slot in everyday.SLOT.findall(text)}
+    assert slots <= TEMPLATES["lists"].keys()
+
+
+def test_plain_sentences_have_no_name(tmp_path):
+    """The first word must be common in lower case, and no other word but "I" may begin with a capital."""
+    common = "the dog and the cat saw it when i said that they were here."
+    lines = [common] * 6 + [
+        "The dog saw it.",
+        "When Ada came, they left.",
+        "Turin is here.",
+        "They said I was.",
+    ]
+    file = tmp_path / "text.txt"
+    file.write_text("\n\n".join(lines), encoding="utf-8")
+    found = everyday.plain_sentences([file], 100, random.Random(1))
+    assert {"The dog saw it.", "They said I was.", common} == set(found)
+
+
+def test_questions_move_to_a_context_without_their_answer():
+    """The context that shares the rarest words is chosen, unless it has the answer."""
+    contexts = {
+        "ships": "The harbor master of Kiel counts ships.",
+        "answer": "The harbor master of Bergen was born in 1871.",
+        "other": "Bakers bake bread.",
+    }
+    fillers = [QuestionRow(str(n), f"q{n}", f"filler text {n}", (("text", 7),)) for n in range(40)]
+    row = QuestionRow(
+        "", "When was the harbor master born?", "He was born in 1871.", (("1871", 15),)
+    )
+    rows = [row, *(QuestionRow("", "?", c, ((c[:3], 0),)) for c in contexts.values()), *fillers]
+    first = next(everyday.unanswerable(rows, random.Random(1)))
+    assert first == {"question": row.question, "context": contexts["ships"], "answers": []}
+
+
+def test_a_request_is_like_its_other_wording_and_unlike_its_opposite():
+    templates = {
+        "frames": ["How do I {}?", "I want to {}"],
+        "opposites": [{"words": [["turn on", "start"], ["turn off"]], "of": ["the fan"]}],
+        "meanings": [{"same": ["a", "b"], "other": ["c"]}],
+    }
+    rows = [tuple(row.values()) for row in everyday.opposite_rows(templates)]
+    assert rows[0] == (
+        "How do I turn on the fan?",
+        "I want to start the fan",
+        "How do I turn off the fan?",
+    )
+    assert rows[-2:] == [("a", "b", "c"), ("b", "a", "c")]
+
+
+def test_premises_have_both_kinds_of_sentences(tmp_path):
+    pairs = [
+        ("p", "e", "entailment"),
+        ("p", "n", "neutral"),
+        ("p", "c", "contradiction"),
+        ("q", "e", "entailment"),
+    ]
+    file = tmp_path / "nli.jsonl"
+    rows = [json.dumps({"text": a, "text_pair": b, "label": label}) for a, b, label in pairs]
+    file.write_text("\n".join(rows), encoding="utf-8")
+    found = [*everyday.contradictions([file])]
+    assert found == [{"anchor": "p", "positive": "e", "negative": "c"}]
+
+
+@pytest.mark.parametrize(
+    ("file", "task"), [("sentiment.jsonl", "classification"), ("entities.jsonl", "ner")]
+)
+def test_no_template_is_an_evaluation_sentence(file, task):
+    """Only greetings and other remarks of one or two words may be both."""
+    kept = {row.text.lower().strip(" .!?") for row in labelled_rows.read(EVALUATION / file, task)}
+    texts = [*TEMPLATES["sentiment"].values(), *TEMPLATES["entities"].values()]
+    made = {text.lower().strip(" .!?") for part in texts if type(part) is list for text in part}
+    assert {text for text in made & kept if len(text.split()) > 2} == set()
+
+
+def test_no_request_is_an_evaluation_pair():
+    kept = {
+        text
+        for row in labelled_rows.read(EVALUATION / "embeddings.jsonl", "embedding")
+        for text in row.every
+    }
+    made = {text for row in everyday.opposite_rows(TEMPLATES) for text in row.values()}
+    assert made & kept == set()
