@@ -3,7 +3,6 @@
 import json
 import random
 import tomllib
-from pathlib import Path
 
 import pytest
 
