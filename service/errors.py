@@ -3,7 +3,7 @@
     QuartetError
       BadRequest 400 bad_request              the body is not JSON in UTF-8
       Unauthorized 401 unauthorized           no API key, or an unknown one
-      Forbidden 403 forbidden                 the key lacks the permission
+      Forbidden 403 forbidden                 the key lacks the permission, or the host is not allowed
       NotFound 404 not_found                  no such route
         UnknownModel 404 unknown_model
         UnknownHead 404 unknown_head

@@ -34,6 +34,7 @@ ORIGIN = r"[a-z][a-z0-9+.-]*://([a-z0-9.-]+|\[[0-9a-f:.]+\])(:\d+)?"
 LINK = re.compile(
     r"_SERVICE_(HOST|PORT(_[A-Z0-9_]+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$"
 )
+HOST_NAME = r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*"  # in lower case; the port does not matter
 LINK_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
 MOST_UDS_BYTES = 107  # which the kernel keeps with a terminator in 108
 
@@ -283,6 +284,12 @@ class Settings(BaseSettings):
         description="origins whose pages may call the service from a browser; unset, only the service's own"
         " (the variable separates them with ',')",
     )
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="names by which clients may reach the service, in addition to addresses and names without a dot;"
+        " *.example.org for all below; unset, any name, but none on a loopback address without keys"
+        " (the variable separates them with ',')",
+    )
     runtime_telemetry: bool = Field(
         False,
         description="let ONNX Runtime send telemetry to Microsoft; set it only to help its developers",
@@ -373,9 +380,9 @@ class Settings(BaseSettings):
                 ip_network(name)  # its ValueError names the fault
         return value
 
-    @field_validator("cors_origins", mode="before")
+    @field_validator("cors_origins", "allowed_hosts", mode="before")
     @classmethod
-    def _split_origins(cls, value: object) -> object:
+    def _split_names(cls, value: object) -> object:
         return [*map(str.strip, value.split(","))] if isinstance(value, str) else value
 
     @field_validator("cors_origins")
@@ -384,6 +391,16 @@ class Settings(BaseSettings):
         for origin in value:
             if not re.fullmatch(ORIGIN, origin):
                 raise ValueError(f"{origin!r} is not an origin such as https://example.org")
+        return value
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _are_hosts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            if not re.fullmatch(HOST_NAME, name.lower()):
+                raise ValueError(
+                    f"{name!r} is not a name such as example.org: leave out scheme and port"
+                )
         return value
 
     @field_validator("provider")

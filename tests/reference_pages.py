@@ -21,8 +21,8 @@ ADVICE = {
     ),
     "unauthorized": ("no API key, or an unknown one", "send a [key](api.md#keys)"),
     "forbidden": (
-        "the key lacks the permission, or no key is configured for this route",
-        "use a key with the permission",
+        "the key lacks the permission, no key is configured for this route, or `allowed_hosts` lacks the host",
+        "use a key with the permission, or add the [host](settings.md#notes)",
     ),
     "not_found": ("no such route", "check the path"),
     "unknown_model": (

@@ -4,14 +4,16 @@ A check is a plain callable. It takes a request's scope and request context, and
 request. The checks run for every request, so they must be cheap.
 """
 
-from collections.abc import Mapping, Sequence, Set
-from functools import partial
+import re
+from collections.abc import Collection, Mapping, Sequence, Set
+from functools import lru_cache, partial
 from hmac import compare_digest
 
 from starlette.types import Scope
 
 from service.errors import Forbidden, InvalidInput, NotFound, RateLimited, Unauthorized
 from service.keys import PRIORITIES, Key, Keys, Permission, digest
+from service.middleware.client_address import parse
 from service.middleware.rate_limit import Bucket
 from service.middleware.request_context import RequestContext
 from service.middleware.request_lifecycle import Check
@@ -25,6 +27,9 @@ METRICS = "/metrics"
 KEY_HEADERS = ("api-key", "x-api-key")  # of clients of other servers
 ADMIN = "/admin"
 ADMIN_BELOW = (f"{ADMIN}/", "/v2/repository/models/")
+ANY = "*"  # in `allowed_hosts`: every name
+HOST_CHARACTERS = 253  # of a host in an error; no name has more
+KNOWN_HOSTS = 1024  # number of hosts in the cache of decisions
 
 
 def access_checks(settings: Settings) -> Sequence[Check]:
@@ -34,9 +39,54 @@ def access_checks(settings: Settings) -> Sequence[Check]:
     apart = settings.metrics_port
     is_open = OPEN if apart is None else OPEN | {METRICS}
     checks: list[Check] = [] if apart is None else [PortCheck(apart)]
+    if settings.allowed_hosts or is_local(settings):
+        checks.insert(0, HostCheck(settings.allowed_hosts))
     if settings.keys:
         return [*checks, KeyCheck(settings.keys, is_open, settings.http_workers or 1)]
     return [*checks, partial(check_without_keys, is_open)]
+
+
+def is_local(settings: Settings) -> bool:
+    """Return whether a service without keys relies on its loopback address to be reached from this machine only."""
+    address = parse(settings.host)
+    loopback = settings.host == "localhost" or (address is not None and address.is_loopback)
+    return loopback and settings.uds is None and not settings.keys
+
+
+class HostCheck:
+    """Check of the header `Host`, against pages whose own name is made to resolve to this machine (DNS rebinding).
+
+    A browser treats such a page as one of the service. Always allowed are addresses, `localhost`, and names without a
+    dot, which are no public names: no page of a stranger has one of them.
+
+    allowed: further names; `*.example.org` stands for every name that ends in `.example.org`, and `*` for all
+    """
+
+    def __init__(self, allowed: Collection[str]) -> None:
+        names = {name.lower() for name in allowed}
+        self._all = ANY in names
+        self._names = frozenset(names)
+        self._endings = tuple(name[1:] for name in names if name.startswith("*."))
+        self._is_allowed = lru_cache(KNOWN_HOSTS)(self._judge)
+
+    def __call__(self, scope: Scope, context: RequestContext) -> None:
+        host = context.headers.get("host", "")
+        if not self._is_allowed(host):
+            raise Forbidden(
+                f"the host {host[:HOST_CHARACTERS]!r} is not one of allowed_hosts: add its name, or use an address"
+                " of the service",
+                param="Host",
+            )
+
+    def _judge(self, host: str) -> bool:
+        name = re.sub(r":\d*$", "", host.lower()).removesuffix(".")
+        return (
+            self._all
+            or "." not in name
+            or parse(host) is not None
+            or name in self._names
+            or name.endswith((".localhost", *self._endings))
+        )
 
 
 class PortCheck:

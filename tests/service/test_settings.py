@@ -105,6 +105,13 @@ def test_what_no_browser_sends_is_no_origin(origin):
         Settings(cors_origins=[origin])
 
 
+@pytest.mark.parametrize("name", ["", "https://a.org", "a.org:80", "a.*", "*.", "*a.org"])
+def test_what_no_host_header_names_is_no_host(name: str) -> None:
+    """A slip of the pen would otherwise refuse every request of a proxy."""
+    with pytest.raises(ValidationError, match="is not a name such as"):
+        Settings(allowed_hosts=[name])
+
+
 def test_aliases_are_pairs(monkeypatch):
     """A flag and a variable have them as text, a file as a table."""
     monkeypatch.setenv("QUARTET_ALIASES", "BAAI/bge-m3=tiny, text-embedding-3-small = tiny")

@@ -312,3 +312,57 @@ def test_keys_that_were_not_read_keep_the_service_from_starting(tmp_path):
         access_control.access_checks(Settings(api_key="0123456789abcdef"))
     with pytest.raises(AssertionError, match="our bug"):
         access_control.access_checks(Settings(api_keys=tmp_path))
+
+
+LOCAL = [
+    "127.0.0.1:8000",
+    "[::1]:80",
+    "10.1.2.3",
+    "localhost",
+    "LOCALHOST:8000",
+    "a.localhost",
+    "quartet:8000",
+]
+FOREIGN = [
+    "a.org",
+    "a.org:8000",
+    "a.org.",
+    "127.0.0.1.a.org",
+    "localhost.a.org",
+    "[::1].a.org",
+    "a.org:8000x",
+]
+
+
+@pytest.mark.parametrize("path", ["/embed", "/health/live", "/metrics", "/", "/tei/embed"])
+async def test_pages_of_other_names_are_refused(client_with: Connect, path: str) -> None:
+    """Without keys on a loopback address, a browser must not reach the service under the name of a page."""
+    async with client_with() as client:
+        for host in FOREIGN:
+            response = await client.post(path, json=BODY, headers={"Host": host})
+            assert response.status_code == 403, host
+            assert "allowed_hosts" in response.text
+        for host in LOCAL:
+            response = await client.post(path, json=BODY, headers={"Host": host})
+            assert response.status_code != 403, host
+
+
+@pytest.mark.parametrize(
+    "settings", [{"host": "0.0.0.0"}, {"keys": KEYS}, {"uds": "q.sock"}, {"allowed_hosts": ["*"]}]
+)
+async def test_other_services_have_any_name(client_with: Connect, settings: Any) -> None:
+    """With keys, on other addresses and behind a proxy's socket, the service may have a public name."""
+    async with client_with(**settings) as client:
+        assert (await client.get("/health/live", headers={"Host": "a.org"})).status_code == 200
+
+
+@pytest.mark.parametrize("settings", [{}, {"host": "0.0.0.0"}, {"keys": KEYS}])
+async def test_listed_names_are_allowed(client_with: Connect, settings: Any) -> None:
+    """A list holds at every address, and with keys."""
+    async with client_with(**settings, allowed_hosts="A.org, *.b.org") as client:
+        for host, status in [
+            *(("a.ORG:80", 200), ("c.b.org", 200), ("127.0.0.1", 200)),
+            *(("b.org", 403), ("c.a.org", 403), ("cb.org", 403)),
+        ]:
+            response = await client.get("/health/live", headers={"Host": host})
+            assert response.status_code == status, host
