@@ -2,6 +2,7 @@
 
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import pytest
 from benchmarks.lib.processes import resident_mb
 from service.keys import make_key, record
 from service.middleware.body_memory import BODIES
+from service.middleware.refusal_throttle import REFUSALS_PER_S
 from tests.e2e.client_calls.records import TEXTS
 from tests.e2e.conftest import Server, children, serving, start, until
 
@@ -222,6 +224,8 @@ def test_other_errors(server, channel):
     assert "INVALID_ARGUMENT" == send(channel, b"\x2a\x05\0").code().name
     late = infer(texts(), parameters={"timeout": {"int64_param": 1}})
     assert refusal(channel, INFER, late)[0] in ("DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED")
+    unknown = channel.unary_unary("/inference.Other/Call").future(b"")
+    assert ("UNIMPLEMENTED", True) == (unknown.code().name, SERVICE in unknown.details())
     metadata = [("x-request-timeout-ms", "soon")]
     assert "INVALID_ARGUMENT" == refusal(channel, INFER, infer(texts()), metadata=metadata)[0]
     until(lambda: f'path":"/{SERVICE}/ModelReady"' in "".join(server.log).replace('": "', '":"'))
@@ -317,6 +321,24 @@ def test_a_slow_message(tiny_bundle):
             assert "DEADLINE_EXCEEDED" == call.code().name
             assert "within 1 s" in call.details()
         assert "INVALID_ARGUMENT" == send(channel).code().name
+
+
+def test_refused_calls_take_turns(tiny_bundle: Path, tmp_path: Path) -> None:
+    """A stranger gets refusals at the rate of HTTP, whatever it calls; no browser's HTTP/1.1 gets an answer at all."""
+    keys = tmp_path / "keys.toml"
+    keys.write_text(record("tenant", make_key()))
+    names = ["/inference.Other/Call", "/a", f"/{SERVICE}/{INFER}", f"/{SERVICE}/Other"]
+    names += [f"/{name}/ServerReflectionInfo" for name in REFLECTION]
+    options = ("--api-keys", keys, "--grpc-port", 0)
+    with serving(tiny_bundle, *options) as server, channel_to(server) as channel:
+        began = time.monotonic()
+        for _ in range(50):
+            calls = [channel.unary_unary(name).future(b"", timeout=60) for name in names * 2]
+            assert {"UNAUTHENTICATED"} == {call.code().name for call in calls}
+        assert time.monotonic() - began > 50 * len(calls) / REFUSALS_PER_S - 1.2
+        with socket.create_connection(server.grpc_address.rsplit(":", 1), timeout=10) as raw:
+            raw.sendall(b"POST /v2/models/tiny/infer HTTP/1.1\r\nHost: a.org\r\n\r\n")
+            assert b"HTTP/1.1" not in b"".join(iter(lambda: raw.recv(4096), b""))
 
 
 def test_health(tiny_bundle, tmp_path):

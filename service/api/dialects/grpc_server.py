@@ -7,7 +7,7 @@ server reads the message only after the checks, as the body of the request, and 
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +22,14 @@ from service.api.dialects.protobuf_fields import check_fields
 from service.api.engine_call import deadline_of, receive_body, service_of
 from service.api.request_body import body_timeout
 from service.api.schemas import most_parts
-from service.errors import BadRequest, Draining, Overloaded, QuartetError, RequestTimeout
+from service.errors import (
+    BadRequest,
+    Draining,
+    MethodNotAllowed,
+    Overloaded,
+    QuartetError,
+    RequestTimeout,
+)
 from service.middleware.access_control import needs_no_key
 from service.middleware.body_memory import Budget, MemoryReservation
 from service.middleware.refusals import log_internal_error
@@ -34,6 +41,7 @@ from service.settings import Settings
 
 STREAMS = 100  # concurrent calls on a connection; the client queues further ones
 UNREAD_BYTES = 16_384  # that the library accepts of a message before the call passes the checks
+UNKNOWN = "/unknown"  # path of calls that no service has
 QUICK_S = 0.1  # within which most messages have arrived
 MESSAGES = 1000  # of a stream, which then ends
 STOPPING_S = 0.4  # for calls that are on their way
@@ -44,6 +52,7 @@ STATUSES: Mapping[int, grpc.StatusCode] = {
     401: grpc.StatusCode.UNAUTHENTICATED,
     403: grpc.StatusCode.PERMISSION_DENIED,
     404: grpc.StatusCode.NOT_FOUND,
+    405: grpc.StatusCode.UNIMPLEMENTED,
     408: grpc.StatusCode.DEADLINE_EXCEEDED,
     409: grpc.StatusCode.FAILED_PRECONDITION,
     413: grpc.StatusCode.INVALID_ARGUMENT,
@@ -88,6 +97,21 @@ class Rpc(NamedTuple):
 Services = Mapping[str, Mapping[str, Rpc]]  # calls by the names of the service and of the call
 
 
+class UnknownCalls(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Calls that no service has. They pass the checks, because the library would answer any number of them at once."""
+
+    def __init__(self, handler: Callable[[str, Rpc], Any], services: Sequence[str]) -> None:
+        self._handler = handler
+        self._services = ", ".join(services)
+
+    def service(self, call: Any) -> Any:
+        async def refuse(request: HttpRequest, asked: None) -> None:
+            message = f"there is no call {call.method[:256]}; the services are {self._services}"
+            raise MethodNotAllowed(message, allow=self._services)
+
+        return self._handler(call.method, Rpc("POST", UNKNOWN, None, refuse))
+
+
 class GrpcServer:
     """The gRPC server of one process, on `grpc_port`. HTTP processes share the port; each gets its connections.
 
@@ -127,6 +151,7 @@ class GrpcServer:
             }
             generic = grpc.method_handlers_generic_handler(service, handlers)
             self._server.add_generic_rpc_handlers((generic,))
+        self._server.add_generic_rpc_handlers((UnknownCalls(self._handler, [*services]),))
 
     @property
     def url(self) -> str:
@@ -159,7 +184,9 @@ class GrpcServer:
             scope = self._scope(rpc, call)
             own = self._lifecycle.receive(scope)
             scope["state"][CONTEXT] = own
-            if not rpc.is_open:
+            if rpc.path == UNKNOWN:
+                scope["path"] = name
+            elif not rpc.is_open:
                 # In the log and the metrics. Health checks have the routes of HTTP, which are not logged.
                 scope["path"] = name
                 scope["route"] = Labeled(name)
