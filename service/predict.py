@@ -11,6 +11,7 @@ import asyncio
 import csv
 import json
 import os
+import re
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -47,6 +48,9 @@ ROUTES: Mapping[str, tuple[str, Mapping[str, str]]] = {
 }
 # The columns of the results, by the end of the output's name. Where a row has one of them, all get a number.
 OUTPUTS = {".jsonl": ("result", "error"), ".csv": ("predicted_label", "score", "error")}
+
+# A spreadsheet computes a cell that begins so, as OWASP's page on CSV injection has it; but not a number.
+FORMULA = re.compile(r"[=@\t\r\n\uff1d\uff0b\uff0d\uff20]|[+\-](?!\d*[.,]?\d+([eE][+\-]?\d+)?\Z)")
 
 T = TypeVar("T")
 
@@ -122,6 +126,11 @@ def parser() -> argparse.ArgumentParser:
         default="auto",
         help="auto, fp32, int8 or fp16; default: auto. Example: --precision fp32",
     )
+    parser.add_argument(
+        "--escape-formulas",
+        action="store_true",
+        help="write ' before cells of .csv that a spreadsheet would compute; default: cells are as they were",
+    )
     return parser
 
 
@@ -130,6 +139,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser().parse_args(argv)
     if arguments.output.suffix.lower() not in OUTPUTS:
         parser().error(f"output: {arguments.output} must end with {', '.join(OUTPUTS)}")
+    if arguments.escape_formulas and arguments.output.suffix.lower() != ".csv":
+        parser().error(f"--escape-formulas: {arguments.output} must end with .csv")
     for name in ("columns", "options"):
         if not isinstance(getattr(arguments, name), dict):
             parser().error(f"--{name}: must be an object of JSON")
@@ -162,7 +173,7 @@ async def predict(arguments: argparse.Namespace) -> tuple[int, int]:
     failed = 0
     async with served(settings) as app:
         with replacing(arguments.output) as file:
-            write = writer(file, suffix, names)
+            write = writer(file, suffix, names, arguments.escape_formulas)
             for chunks in groups(groups(read_rows(source, needs), ROWS), IN_FLIGHT):
                 answers = (answer(app, head.task, options, chunk) for chunk in chunks)
                 for chunk, outcomes in zip(chunks, await asyncio.gather(*answers), strict=True):
@@ -379,10 +390,13 @@ def replacing(path: Path) -> Iterator[TextIO]:
         partial_file.unlink(missing_ok=True)
 
 
-def writer(file: TextIO, suffix: str, names: Sequence[str]) -> Callable[[Row, Outcome], None]:
+def writer(
+    file: TextIO, suffix: str, names: Sequence[str], escape: bool = False
+) -> Callable[[Row, Outcome], None]:
     """Return a function that writes a row with its outcome, as JSON lines or as CSV.
 
     names: of the columns of all rows, which keep their values
+    escape: whether cells of CSV are escaped that a spreadsheet would compute
     """
     added, number = OUTPUTS[suffix], 1
     while {*added} & {name.strip() for name in names}:
@@ -403,12 +417,15 @@ def writer(file: TextIO, suffix: str, names: Sequence[str]) -> Callable[[Row, Ou
             fields = dict(zip(row.names, row.values, strict=True))
             values = [fields.get(name) for name in names]
         best = outcome.result[0] if outcome.result else {"label": "", "score": ""}
-        table.writerow([*map(cell, values), best["label"], best["score"], outcome.error])
+        write_row([*map(cell, values), best["label"], best["score"], outcome.error])
+
+    def write_row(cells: Sequence[Any]) -> None:
+        table.writerow([*map(escaped, cells)] if escape else cells)
 
     if suffix == ".jsonl":
         return write_object
     table = csv.writer(file)
-    table.writerow([*names, *added])
+    write_row([*names, *added])
     return write_cells
 
 
@@ -417,6 +434,11 @@ def cell(value: Any) -> str:
     if value is None:
         return ""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def escaped(value: Any) -> Any:
+    """Return a cell with an apostrophe before it if a spreadsheet would compute it."""
+    return f"'{value}" if isinstance(value, str) and FORMULA.match(value) else value
 
 
 if __name__ == "__main__":

@@ -294,3 +294,37 @@ def test_arguments(arguments, capsys):
     with pytest.raises(SystemExit, match="2"):
         predict.main(["bundle", *arguments])
     assert "must" in capsys.readouterr().err
+
+
+FORMULAS = [
+    '=HYPERLINK("http://a.org")',
+    "+1+2",
+    "-2+3",
+    "@SUM(A1)",
+    "\t=1",
+    "\r=1",
+    "\n=1",
+    "\uff1d1+1",
+    *("=1", "-1\n", "-1-"),
+]
+NO_FORMULAS = ["-1.5", "+3", "-0,5", "a=b", "'=1", " =1", "-.5", "-1e-5"]
+
+
+def test_formulas_of_spreadsheets(
+    tiny_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Cells and names of columns are written as they are, or with an apostrophe before those that would be computed."""
+    cells = [*FORMULAS, *NO_FORMULAS]
+    source = jsonl(tmp_path / "in.jsonl", [{"text": "the sea", "=1+1": cell} for cell in cells])
+
+    def column(*options: str) -> list[str]:
+        assert 0 == run(tiny_bundle, source, tmp_path / "out.csv", *options)
+        with (tmp_path / "out.csv").open(encoding="utf-8", newline="") as file:
+            return [row[1] for row in csv.reader(file)]
+
+    assert ["=1+1", *cells] == column()
+    escaped = [f"'{cell}" for cell in ("=1+1", *FORMULAS)]
+    assert [*escaped, *NO_FORMULAS] == column("--escape-formulas")
+    with pytest.raises(SystemExit):
+        run(tiny_bundle, source, tmp_path / "out.jsonl", "--escape-formulas")
+    assert "must end with .csv" in capsys.readouterr().err
