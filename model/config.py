@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Self, get_type_hints
 
-MOST_LAYERS = (
-    1000  # without a limit, a wrong number takes all memory before its tensors are missing
-)
+# Without a limit, a wrong number takes all memory before its tensors are missing.
+MOST_LAYERS = 1000
+MOST = 10**9  # of all other integers
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,8 @@ class BertConfig:
                 return "an integer"
             if name not in self.may_be_negative and value < least:
                 return f"at least {least}"
+            if value > MOST:
+                return f"at most {MOST}"
         return None
 
     @property

@@ -35,6 +35,7 @@ CARD = "README.md"
 MATRYOSHKA_DIMS = re.compile(r'"matryoshka_dims": (\[(?:\s*[1-9][0-9]{0,5}\s*,?)+\])')
 # Files and folders that describe heads, the pooling of an embedding head among them.
 HEAD_FILES = ("heads.json", "modules.json", "1_Pooling")
+MOST_NAMELESS = 100_000  # labels without names
 DEFAULT_COUNT = 2  # labels, of transformers, where config.json has neither id2label nor num_labels
 Pooling = bundle.PoolingMode | tuple[bundle.PoolingMode, ...]
 # The activation of sentence-transformers' CrossEncoder, for one label or for several, and our problem type for it.
@@ -80,6 +81,10 @@ def read_labels(path: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the labels by their indices, as transformers numbers them. Raises CheckpointError naming the field."""
     count, named = config.get("num_labels"), config.get("id2label")
     if named is None:
+        if count and count > MOST_NAMELESS:
+            raise CheckpointError(
+                f"{path}: num_labels = {count} exceeds {MOST_NAMELESS} without id2label: name the labels there"
+            )
         return tuple(f"LABEL_{index}" for index in range(count or DEFAULT_COUNT))
     if not isinstance(named, Mapping):
         raise CheckpointError(

@@ -5,10 +5,10 @@ names there (`model/checkpoints/hub_names.py`). A joint checkpoint has the encod
 `heads.<name>.*`, and a description of each head in `heads.json`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -43,12 +43,14 @@ from model.checkpoints.json_files import read_json
 from model.checkpoints.sentence_config import config_file, encoder_folder, read_kind
 from model.checkpoints.tokenizer_files import read_mask_token, read_tokenizer
 from model.checkpoints.unused_tensors import check_unused
-from model.checkpoints.weight_files import read_tensors, refuse_adapter
+from model.checkpoints.weight_files import read_tensors, refuse_adapter, weight_bytes
 from model.config import BertConfig
 from model.families.registry import family_named, family_of
 from model.families.spec import PRETRAINING, SUFFIXES
 from model.heads import EncoderWithHeads, Pretraining
 from service.core import bundle
+
+M = TypeVar("M", bound=nn.Module)
 
 FIRST_COLBERT = "HF_ColBERT"  # the architecture of the first ColBERT code
 MASKED_LM = ("fill-mask", "sparse-embedding")  # tasks of heads with an output matrix
@@ -204,8 +206,10 @@ def load_model(source: str | Path, task: bundle.Task | None = None) -> EncoderWi
     Raises CheckpointError, also for a tensor that is neither used nor known to be without effect.
     """
     folder = locate(source)
-    model = EncoderWithHeads(read_config(folder), read_heads(folder, task))
-    weights, names = read_weights(folder), model_names(model, folder)
+    config, heads = read_config(folder), read_heads(folder, task)
+    weights = read_weights(folder)
+    model = make_encoder(lambda: EncoderWithHeads(config, heads), config, folder)
+    names = model_names(model, folder)
     if not declares_pooling(folder):
         _check_head(model, weights, names, folder)
     fill(model, weights, names, folder)
@@ -213,6 +217,34 @@ def load_model(source: str | Path, task: bundle.Task | None = None) -> EncoderWi
     if any(head.task in MASKED_LM for head in model.described.values()):
         _check_tied(model, weights, folder)
     return model.eval()
+
+
+def make_encoder(make: Callable[[], M], config: BertConfig, folder: Path) -> M:
+    """Return a new module of a checkpoint's configuration. Raises CheckpointError as `make_module` does."""
+    integers = {name: value for name, value in config.to_dict().items() if isinstance(value, int)}
+    return make_module(make, integers, config_file(folder), encoder_folder(folder))
+
+
+def make_module(make: Callable[[], M], integers: Mapping[str, int], file: Path, folder: Path) -> M:
+    """Return a new module, whose weights are in a folder.
+
+    Raises CheckpointError, before it takes memory, if it has more numbers than the weight files have bytes.
+    integers: the fields of `file` that describe it
+    """
+    with torch.device("meta"):
+        parameters = [*make().parameters()]
+    count, size = sum(one.numel() for one in parameters), weight_bytes(folder)
+    if count > size:
+        largest = max(parameters, key=torch.numel)
+        name = "num_hidden_layers"
+        if largest.numel() > size:  # a dimension is that of a field, or a small multiple of it
+            fitting = {name for name, value in integers.items() if value <= max(largest.shape)}
+            name = max(fitting, key=lambda name: integers[name], default=name)
+        raise CheckpointError(
+            f"{file}: {name} = {integers.get(name)} makes a model of {count:,} numbers, and its weight files have"
+            f" {size:,} bytes: correct {name}, or download the weights again"
+        )
+    return make()
 
 
 def _check_head(model: EncoderWithHeads, weights: Tensors, names: Names, folder: Path) -> None:
@@ -256,8 +288,9 @@ def load_encoder(source: str | Path, pooler: bool = True) -> Bert:
     """Return the encoder of any checkpoint, without heads. Raises CheckpointError."""
     folder = locate(source)
     config = read_config(folder)
-    encoder = family_of(config).encoder(config, pooler=pooler)
+    make = family_of(config).encoder
     weights, names = read_weights(folder), encoder_names(family_of(config))
+    encoder = make_encoder(lambda: make(config, pooler=pooler), config, folder)
     fill(encoder, weights, names, folder)
     _check_unused(weights, encoder, names, folder)
     return encoder.eval()
@@ -269,7 +302,8 @@ def load_pretraining(source: str | Path) -> Pretraining:
     config = read_config(folder)
     weights = read_weights(folder)
     classifier = family_of(config).objectives.get("next_sentence.classifier")
-    model = Pretraining(config, f"{classifier}.weight" in weights)
+    has_classifier = f"{classifier}.weight" in weights
+    model = make_encoder(lambda: Pretraining(config, has_classifier), config, folder)
     _fill_parts({folder: (model, weights)})
     return model.eval()
 

@@ -29,7 +29,14 @@ from model.checkpoints.late_interaction_config import (
     read_late_interaction,
     read_text_lengths,
 )
-from model.checkpoints.reader import load_encoder, load_model, locate, read_config, read_weights
+from model.checkpoints.reader import (
+    load_encoder,
+    load_model,
+    locate,
+    make_module,
+    read_config,
+    read_weights,
+)
 from model.checkpoints.sentence_config import (
     DENSE_TABLE,
     NORMALIZE_TABLE,
@@ -54,6 +61,7 @@ from model.checkpoints.tokenizer_files import (
     read_model_max_length,
     write_tokenizer,
 )
+from model.config import MOST
 from model.heads import EncoderWithHeads, SentenceEmbedding, TokenEmbedding
 from service.core.bundle import PROMPT_NAMES, Head, Task
 
@@ -343,8 +351,10 @@ def _dense(path: Path, vectors: str = SENTENCE) -> list[nn.Module]:
     inputs, outputs = _get(file, config, "in_features", "out_features")
     bias, activation = config.get("bias", True), config.get("activation_function", TANH)
     for name, size in (("in_features", inputs), ("out_features", outputs)):
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise CheckpointError(f"{file}: {name} = {size!r} must be a positive integer")
+        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= MOST:
+            raise CheckpointError(
+                f"{file}: {name} = {size!r} must be a positive integer up to {MOST}"
+            )
     if not isinstance(bias, bool):
         raise CheckpointError(f"{file}: bias = {bias!r} must be true or false")
     kind = str(activation).rpartition(".")[2]
@@ -352,8 +362,9 @@ def _dense(path: Path, vectors: str = SENTENCE) -> list[nn.Module]:
         raise CheckpointError(
             f"{path}: cannot serve activation {activation}: torch's {', '.join(ACTIVATIONS)} only"
         )
-    linear = nn.Linear(inputs, outputs, bias=bias)
+    sizes = {"in_features": inputs, "out_features": outputs}
     weights = read_weights(path)
+    linear = make_module(lambda: nn.Linear(inputs, outputs, bias=bias), sizes, file, path)
     if unused := sorted(weights.keys() - {"linear.weight", "linear.bias"}):
         raise CheckpointError(f"{path}: a Dense layer has no tensor {unused[0]}")
     from_hub(linear, weights, lambda name: [f"linear.{name}"], str(path))

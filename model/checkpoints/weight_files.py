@@ -36,6 +36,16 @@ def find_weights(folder: Path) -> Path:
     )
 
 
+def weight_bytes(folder: Path) -> int:
+    """Return the size of a folder's weight files. Raises CheckpointError where there is none."""
+    path = find_weights(folder)
+    names = {path.name}
+    if path.name.endswith(INDEX):
+        names = set(_read_index(path).values())
+        _check_shards(path, names)
+    return sum((folder / name).stat().st_size for name in names)
+
+
 def read_tensors(folder: Path) -> State:
     """Return all tensors of a folder by their names. Raises CheckpointError naming the file."""
     path = find_weights(folder)

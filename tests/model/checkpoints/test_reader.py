@@ -13,9 +13,11 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from model.checkpoints import hub_names, reader, writer
+from model.checkpoints import head_config, hub_names, reader, source, writer
 from model.checkpoints.hub_names import CheckpointError
+from model.config import preset
 from model.families.bert_names import BERT
+from model.families.registry import family_named
 from model.heads import EncoderWithHeads, Pretraining
 from service.core.bundle import Head
 from tests.model.checkpoints.helpers import HEADS, PACKED, PEERS, our_output, peer_output
@@ -375,3 +377,42 @@ class TestFillMask:
 
         with pytest.raises(CheckpointError, match=r"config\.json: legacy = false"):
             reader.read_heads(folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "number"),
+    [
+        *(
+            (family, "vocab_size", 10**7)
+            for family in ("bert", "albert", "deberta-v2", "modernbert")
+        ),
+        *((family, "intermediate_size", 10**7) for family in ("bert", "albert", "modernbert")),
+        *((family, "hidden_size", 12 * 10**6) for family in ("bert", "modernbert", "roberta")),
+        *((family, "num_hidden_layers", 1000) for family in ("bert", "deberta-v2")),
+        ("bert", "max_position_embeddings", 10**7),
+        ("albert", "embedding_size", 10**7),
+    ],
+)
+def test_numbers_that_the_weights_cannot_have(
+    family: str, field: str, number: int, tmp_path: Path
+) -> None:
+    """A model that is larger than its weight files is refused, by its field, before it takes memory."""
+    own = preset("tiny", family_named(family).config, vocab_size=100).to_dict()
+    document = {**own, "architectures": [], field: number}
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    save_file({"a": torch.zeros(10**6)}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=rf"{field} = \d+ makes a model of .* have 4,\d+,\d+ bytes"
+    ):
+        reader.load_encoder(tmp_path)
+
+
+def test_layers_and_labels_that_the_files_cannot_have(tmp_path: Path) -> None:
+    """Numbers of a dense layer, and of labels without names, are refused as early."""
+    save_file({"linear.weight": torch.zeros(4, 4)}, tmp_path / "model.safetensors")
+    layer = {"in_features": 4, "out_features": 10**8, "activation_function": "torch.nn.Tanh"}
+    (tmp_path / "config.json").write_text(json.dumps(layer))
+    with pytest.raises(CheckpointError, match="out_features = 100000000 makes a model"):
+        source._dense(tmp_path)
+    with pytest.raises(CheckpointError, match="num_labels = 100000000 exceeds"):
+        head_config.read_labels(tmp_path, {"num_labels": 10**8})
