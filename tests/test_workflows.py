@@ -40,10 +40,13 @@ def test_images_are_built_for_every_target_and_processor():
     """CPU images are for amd64 and arm64, GPU images for amd64; all have an SBOM and provenance."""
     workflow = yaml.safe_load((ROOT / ".github/workflows/images.yml").read_text(encoding="utf-8"))
     job = workflow["jobs"]["image"]
+    runners = workflow["jobs"]["goldens"]["strategy"]["matrix"]["runner"]
     images = {entry["target"]: entry["platforms"] for entry in job["strategy"]["matrix"]["include"]}
     build = job["steps"][-1]["with"]
 
     assert {"cpu": "linux/amd64,linux/arm64", "gpu": "linux/amd64"} == images
+    assert ["ubuntu-24.04", "ubuntu-24.04-arm"] == runners  # on which the goldens pass first
+    assert "goldens" == job["needs"]
     assert set(TARGETS) == {*images} <= {*STAGES}
     assert (True, "mode=max") == (build["sbom"], build["provenance"])
     assert build["build-args"].partition("=")[0] == "DEVICE"
