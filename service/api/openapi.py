@@ -106,117 +106,20 @@ ADMIN: tuple[type[QuartetError], ...] = (
     errors.ReplicaLost,
 )
 
-EXAMPLES: dict[type[Request], Object] = {
-    ClassifyRequest: {
-        "one text": {"inputs": "The lamp arrived broken, and the shop never answered."},
-        "several texts, best label each": {
-            "inputs": ["A quiet, generous film.", "Two dull hours that I want back."],
-            "top_k": 1,
-        },
-        "pairs of texts": {
-            "inputs": ["The room was clean and quiet.", "The shower was cold."],
-            "text_pair": ["We slept wonderfully.", "The front desk never answered."],
-        },
-    },
-    NerRequest: {
-        "entities": {"inputs": "Ada Lovelace met Charles Babbage in London in 1833."},
-        "every token": {
-            "inputs": "The ferry from Piraeus reaches Naxos in an hour.",
-            "aggregation_strategy": "none",
-        },
-    },
-    QaRequest: {
-        "one question": {
-            "question": "When does the bakery open?",
-            "context": "The bakery on Mill Street opens at six o'clock and sells out by ten.",
-        },
-        "several questions, or no answer": {
-            "inputs": [
-                {
-                    "question": "Who keeps bees on the roof?",
-                    "context": "Marta Silva keeps bees on the roof of the school.",
-                },
-                {
-                    "question": "How tall is the tower?",
-                    "context": "Marta Silva keeps bees on the roof of the school.",
-                },
-            ],
-            "handle_impossible_answer": True,
-        },
-    },
-    EmbedRequest: {
-        "several texts": {
-            "inputs": ["How do I reset my password?", "I cannot log in."],
-            "dimensions": 8,
-        },
-        "shorter vectors as base64": {
-            "inputs": "A river stone, smooth and grey.",
-            "dimensions": 16,
-            "encoding_format": "base64",
-        },
-        "a query as packed bits": {
-            "inputs": "smooth stones",
-            "input_type": "query",
-            "dimensions": 64,
-            "output_dtype": "ubinary",
-        },
-    },
-    EmbedTokensRequest: {
-        "a query": {"inputs": "How do I get a new password?", "input_type": "query"},
-    },
-    EmbedSparseRequest: {
-        "the largest weights": {
-            "inputs": "A river stone, smooth and grey.",
-            "top_k": 8,
-            "return_tokens": True,
-        },
-    },
-    FillMaskRequest: {
-        "one mask token": {"inputs": "The ferry to the [MASK] leaves at noon."},
-        "some tokens only": {
-            "inputs": "She opened the [MASK] and read the letter.",
-            "targets": ["door", "envelope"],
-        },
-    },
-    RerankRequest: {
-        "by the vectors of an embedding head": {
-            "query": "How do I get a new password?",
-            "documents": [
-                "The bakery opens at six.",
-                "Reset a forgotten password under Settings.",
-                "Parcels arrive within two days.",
-            ],
-            "head": "embeddings",
-            "top_n": 2,
-            "return_text": True,
-        },
-    },
-    SimilarityRequest: {
-        "one text with several": {
-            "source": "How do I reset my password?",
-            "inputs": ["I forgot my password.", "The bakery opens at six."],
-        },
-    },
-    ZeroShotRequest: {
-        "labels of the request": {
-            "inputs": "The lamp arrived broken.",
-            "labels": ["complaint", "question", "praise"],
-        },
-    },
-    AnalyzeRequest: {
-        "two heads, one pass": {
-            "inputs": "Ada Lovelace was glad to meet Charles Babbage.",
-            "heads": ["sentiment", "entities"],
-        },
-    },
-    TokenizeRequest: {"one text": {"inputs": "A kiteflyer 🪁 smiles."}},
-    DetokenizeRequest: {"one list of ids": {"ids": [101, 1996, 7115, 3727, 2012, 11501, 102]}},
-}
 
+def read_examples(name: str) -> Mapping[str, Object]:
+    """Return the content of a file next to this one: objects by route and name."""
+    found: Mapping[str, Object] = json.loads(
+        Path(__file__).with_name(name).read_text(encoding="utf-8")
+    )
+    return found
+
+
+EXAMPLES: Mapping[type[Request], Object] = {
+    REQUESTS[path]: bodies for path, bodies in read_examples("example_requests.json").items()
+}
 # Responses of the default bundle to EXAMPLES and to pages, by route: `python -m tests.examples` writes them.
-ANSWERS: Mapping[str, Mapping[str, object]] = json.loads(
-    Path(__file__).with_name("example_answers.json").read_text(encoding="utf-8")
-)
+ANSWERS = read_examples("example_answers.json")
 
 REQUEST_HEADERS: list[Object] = [
     {
