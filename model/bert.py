@@ -37,19 +37,27 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class Embeddings(nn.Module):
     """Token + segment + position, normalized."""
 
+    # Other families have no segments, or no table of positions.
+    has_positions = True
+
     def __init__(self, config: BertConfig):
         super().__init__()
         width = config.embedding_width
         self.word = nn.Embedding(config.vocab_size, width)  # [V, E]
-        self.position = nn.Embedding(config.max_position_embeddings, width)  # [positions, E]
-        self.token_type = nn.Embedding(config.type_vocab_size, width)  # [segments, E]
+        positions = config.max_position_embeddings if self.has_positions else 0
+        segments = config.type_vocab_size
+        self.position = nn.Embedding(positions, width) if positions else None  # [positions, E]
+        self.token_type = nn.Embedding(segments, width) if segments else None  # [segments, E]
         self.norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor, position_ids: Tensor) -> Tensor:
         """`[T]` each -> `[T, E]`."""
         x = self.word(input_ids)  # [T, E]
-        x = x + self.token_type(token_type_ids) + self.position(position_ids)  # [T, E]
+        if self.token_type is not None:
+            x = x + self.token_type(token_type_ids)  # [T, E]
+        if self.position is not None:
+            x = x + self.position(position_ids)  # [T, E]
         return self.dropout(self.norm(x))  # [T, E]
 
 

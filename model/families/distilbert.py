@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch.nn.functional as F
-from torch import Tensor, nn
 
 from model.bert import Bert
 from model.config import BertConfig
@@ -43,24 +42,9 @@ class DistilBertConfig(BertConfig):
         return super().from_dict({**config, **sizes})
 
 
-class DistilBertEmbeddings(nn.Module):
-    """Token + position, normalized."""
-
-    def __init__(self, config: DistilBertConfig):
-        super().__init__()
-        self.word = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.position = nn.Embedding(config.max_position_embeddings, config.hidden_size)
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
-
-    def forward(self, input_ids: Tensor, token_type_ids: Tensor, position_ids: Tensor) -> Tensor:
-        return self.dropout(self.norm(self.word(input_ids) + self.position(position_ids)))  # [T, H]
-
-
 class DistilBert(Bert):
     """The encoder. `input_ids`, `token_type_ids`, `position_ids` [T] -> last hidden state [T, H]."""
 
-    make_embeddings = DistilBertEmbeddings
     has_pooler = False
 
 

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from model.attention import PackedLayout, count_slots
 from model.bert import Bert
-from model.families.distilbert import DistilBertEmbeddings as DistilBertEmbeddings
-from model.families.roberta import ROBERTA, RobertaConfig, position_rows
+from model.families.roberta import ROBERTA, RobertaConfig, RobertaEmbeddings
 from service.core import packing
 
 FARTHEST = 128  # tokens; all larger distances share a bucket
@@ -39,22 +38,10 @@ class MPNetConfig(RobertaConfig):
         return 2  # for any padding token's id
 
 
-class MPNetEmbeddings(DistilBertEmbeddings):
-    """Token + position, normalized; without the first positions, as in RoBERTa."""
-
-    def __init__(self, config: MPNetConfig):
-        super().__init__(config)
-        self.first_position = config.first_position
-
-    def forward(self, input_ids: Tensor, token_type_ids: Tensor, position_ids: Tensor) -> Tensor:
-        rows = position_rows(input_ids, position_ids, self.first_position)  # [T]
-        return super().forward(input_ids, token_type_ids, rows)  # [T, H]
-
-
 class MPNet(Bert):
     """The encoder. `input_ids`, `token_type_ids`, `position_ids` [T] -> last hidden state [T, H]."""
 
-    make_embeddings = MPNetEmbeddings
+    make_embeddings = RobertaEmbeddings
 
     def __init__(self, config: MPNetConfig, pooler: bool = True):
         super().__init__(config, pooler)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor, nn
 
 from model.attention import PackedLayout
-from model.bert import Bert, Layer
+from model.bert import Bert, Embeddings, Layer
 from model.config import BertConfig
 from model.families.bert_names import BERT
 from model.families.modernbert import (
@@ -103,19 +103,10 @@ REQUIRED_VALUES: dict[str, Any] = {
 }
 
 
-class NomicBertEmbeddings(nn.Module):
+class NomicBertEmbeddings(Embeddings):
     """Token + segment, normalized. Attention adds positions, by rotation."""
 
-    def __init__(self, config: NomicBertConfig):
-        super().__init__()
-        self.word = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.token_type = nn.Embedding(config.type_vocab_size, config.hidden_size)
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
-
-    def forward(self, input_ids: Tensor, token_type_ids: Tensor, position_ids: Tensor) -> Tensor:
-        x = self.word(input_ids) + self.token_type(token_type_ids)  # [T, H]
-        return self.dropout(self.norm(x))  # [T, H]
+    has_positions = False
 
 
 class GatedFeedForward(ModernBertFeedForward):

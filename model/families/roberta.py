@@ -61,7 +61,7 @@ def position_rows(input_ids: Tensor, position_ids: Tensor, first: int) -> Tensor
 
 
 class RobertaEmbeddings(BertEmbeddings):
-    """BERT's embeddings with one segment, and without the first positions."""
+    """BERT's embeddings with one segment or none, and without the first positions."""
 
     def __init__(self, config: RobertaConfig):
         super().__init__(config)
