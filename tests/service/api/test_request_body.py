@@ -1,4 +1,5 @@
 import asyncio
+import math
 import time
 from collections.abc import Callable
 
@@ -47,6 +48,7 @@ async def read(
     max_bytes: int = 100,
     max_parts: int = 100,
     timeout_s: float = 5,
+    deadline: float = math.inf,
     take: Callable[[int], None] = freely,
 ) -> object:
     return await read_json(
@@ -55,6 +57,7 @@ async def read(
         max_bytes=max_bytes,
         max_parts=max_parts,
         timeout_s=timeout_s,
+        deadline=deadline,
         take=take,
     )
 
@@ -62,15 +65,7 @@ async def read(
 async def test_a_body_after_the_deadline_is_too_late():
     """A client's own patience counts while its body is still on the way."""
     with pytest.raises(DeadlineExceeded):
-        await read_json(
-            JSON,
-            receiving(chunk(b"[", more=True)),
-            max_bytes=100,
-            max_parts=100,
-            timeout_s=5,
-            take=freely,
-            deadline=time.monotonic() + 0.01,
-        )
+        await read(chunk(b"[", more=True), deadline=time.monotonic() + 0.01)
 
 
 async def test_a_body_is_late_by_the_limit_that_is_nearer(monkeypatch):
@@ -78,15 +73,7 @@ async def test_a_body_is_late_by_the_limit_that_is_nearer(monkeypatch):
     monkeypatch.setattr("time.monotonic", lambda: 0.0)
     for deadline, error in ((0.01, DeadlineExceeded), (60, RequestTimeout)):
         with pytest.raises(error):
-            await read_json(
-                JSON,
-                receiving(),
-                max_bytes=100,
-                max_parts=100,
-                timeout_s=0.02,
-                take=freely,
-                deadline=deadline,
-            )
+            await read(timeout_s=0.02, deadline=deadline)
 
 
 async def test_chunks_become_one_body():
@@ -140,16 +127,20 @@ async def test_what_is_no_json_is_a_bad_request(body, message):
         await read(chunk(body), max_bytes=5000, max_parts=5000)
 
 
-async def test_a_large_body_is_refused_unread():
-    """`Content-Length` is enough to refuse."""
-    with pytest.raises(TooLarge, match="larger than 100 bytes"):
-        await read(headers={**JSON, "content-length": "101"})
-
-
-async def test_a_large_body_without_length_is_counted():
-    """A chunked body is refused when it passes the limit, not when it ends."""
-    with pytest.raises(TooLarge):
-        await read(chunk(b"x" * 60, more=True), chunk(b"x" * 60, more=True))
+@pytest.mark.parametrize(
+    ("messages", "options", "error"),
+    [
+        ([], {"headers": {**JSON, "content-length": "101"}}, TooLarge),
+        ([chunk(b"x" * 60, more=True)] * 2, {}, TooLarge),
+        ([chunk(b"[", more=True)], {"timeout_s": 0.01}, RequestTimeout),
+        ([chunk(b"[", more=True), GONE], {}, ClientDisconnected),
+    ],
+    ids=["long", "long without length", "slow", "client leaves"],
+)
+async def test_a_body_is_not_read_to_its_end(messages, options, error):
+    """Reading ends at the first byte above the limit, at the time limit, and when the client leaves."""
+    with pytest.raises(error):
+        await read(*messages, **options)
 
 
 async def test_a_body_of_the_very_limit_is_read():
@@ -196,18 +187,6 @@ async def test_text_is_no_part():
     text = ',:[{\\"\n' * 100_000
     body = orjson.dumps([text, text])
     assert [text, text] == await read(chunk(body), max_parts=10, max_bytes=10_000_000)
-
-
-async def test_a_slow_body_times_out():
-    """A client that stops halfway is not waited for."""
-    with pytest.raises(RequestTimeout):
-        await read(chunk(b"[", more=True), timeout_s=0.01)
-
-
-async def test_a_client_that_leaves_is_not_read_on():
-    """A disconnect ends the reading."""
-    with pytest.raises(ClientDisconnected):
-        await read(chunk(b"[", more=True), GONE)
 
 
 class Work:

@@ -50,22 +50,40 @@ def test_every_name_has_a_version_that_answers(found, then):
 
 
 @pytest.mark.parametrize(
-    ("before", "new", "then"),
+    ("before", "new", "options", "then"),
     [
-        (["a@1 current"], "a@2", ["a@2 current", "a@1 previous"]),
-        (["a@2 current", "a@1 previous"], "a@3", ["a@3 current", "a@2 previous"]),
-        (["a@1 current", "a@0 pinned"], "a@2", ["a@2 current", "a@1 previous", "a@0 pinned"]),
-        (["a@1 current"], "b@1", ["a@1 current", "b@1 current"]),
+        ("a@1 current", "a@2", {}, "a@2 current, a@1 previous"),
+        ("a@2 current, a@1 previous", "a@3", {}, "a@3 current, a@2 previous"),
+        ("a@1 current, a@0 pinned", "a@2", {}, "a@2 current, a@1 previous, a@0 pinned"),
+        ("a@1 current", "b@1", {}, "a@1 current, b@1 current"),
+        ("a@1 current, b@1 current", "a@2", {}, "a@2 current, a@1 previous, b@1 current"),
+        # A pinned version can answer for its name.
         (
-            ["a@1 current", "b@1 current"],
-            "a@2",
-            ["a@2 current", "a@1 previous", "b@1 current"],
+            "a@2 current, b@1 current, a@1 pinned",
+            "a@1",
+            {},
+            "a@1 current, a@2 previous, b@1 current",
+        ),
+        # A resident version stays pinned.
+        (
+            "a@2 current, a@1 previous",
+            "a@3",
+            {"resident": {"0123"}},
+            "a@3 current, a@2 previous, a@1 pinned",
+        ),
+        # A rollback must not reach a version that was replaced long ago.
+        (
+            "b@1 current, a@2 current, a@1 previous",
+            "a@3",
+            {"keep_old": False},
+            "b@1 current, a@3 current",
         ),
     ],
 )
-def test_a_new_one_takes_the_place_of_the_old(before, new, then):
+def test_a_new_one_takes_the_place_of_the_old(before, new, options, then):
     """The replaced version is kept, and the one kept before is unloaded."""
-    assert then == shown(introduce_model(served(*before), model(new), NOW))
+    models = introduce_model(served(*before.split(", ")), model(new), NOW, **options)
+    assert then == ", ".join(shown(models))
 
 
 def test_an_alias_has_one_name():
@@ -74,13 +92,6 @@ def test_an_alias_has_one_name():
     assert [("x", "y"), ("x", "y"), ()] == [model.aliases for model in models]
     models = assign_aliases(models, "b", ["y"])
     assert [("x",), ("x",), ("y",)] == [model.aliases for model in models]
-
-
-def test_a_resident_stays():
-    """Pinned, where another takes its place as the previous one."""
-    before = served("a@2 current", "a@1 previous")
-    later = introduce_model(before, model("a@3"), NOW, resident={"0123"})
-    assert ["a@3 current", "a@2 previous", "a@1 pinned"] == shown(later)
 
 
 def test_a_pinned_version_answers_if_it_is_the_only_one():
@@ -100,14 +111,6 @@ def test_one_of_a_name_gets_copies():
     assert not any(each.shadow for each in models)
 
 
-def test_the_old_one_goes_where_it_is_not_to_be_kept():
-    """The version before it is unloaded as well, because a rollback must not reach a version replaced long ago."""
-    before = served("b@1 current", "a@2 current", "a@1 previous")
-    assert ["b@1 current", "a@3 current"] == shown(
-        introduce_model(before, model("a@3"), NOW, keep_old=False)
-    )
-
-
 def test_there_and_back():
     """The previous one and the current one change places, any number of times."""
     models = served("a@2 current", "a@1 previous", "b@1 current")
@@ -120,14 +123,6 @@ def test_there_and_back():
         assert kept is not None
         assert expected == answering.id == models[0].id
         assert {"a@1", "a@2"} == {answering.id, kept.id}
-
-
-def test_a_pinned_one_can_answer_for_its_name():
-    """It comes to the place of the one that did."""
-    before = served("a@2 current", "b@1 current", "a@1 pinned")
-    assert ["a@1 current", "a@2 previous", "b@1 current"] == shown(
-        introduce_model(before, before[2], NOW)
-    )
 
 
 @pytest.mark.parametrize(

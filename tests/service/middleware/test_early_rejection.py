@@ -31,10 +31,25 @@ def waiting(*tokens: int, flow: Flow = TINY) -> Load:
     )
 
 
-async def test_an_idle_device_takes_all(client, engines):
-    """However impatient."""
-    engines.told = waiting()
-    assert (await client.post("/embed", json=BODY, headers=SECONDS)).status_code == 200
+BUSY = {TINY: Backlog.of(*[RemainingWork(1, 1)] * 1000)}
+TWO = Load({"tiny@1": 100.0, "other@1": 100.0}, BUSY)
+
+
+@pytest.mark.parametrize(
+    ("load", "expected", "headers", "status"),
+    [
+        (waiting(), ["tiny@1"], {}, 200),  # an idle device takes all
+        (TWO, ["tiny@1", "other@1"], {}, 200),  # the body may name the idle model
+        (TWO, ["tiny@1", "gone@1"], {}, 429),  # a version that is kept for a rollback is not used
+        (waiting(*[1] * 1000, flow=Flow("tiny@1", 1)), ["tiny@1"], {}, 200),  # bulk waits
+        (waiting(*[1] * 1000, flow=Flow("tiny@1", 1)), ["tiny@1"], {"X-Priority": "bulk"}, 429),
+    ],
+)
+async def test_the_soonest_model_decides(client, engines, load, expected, headers, status):
+    """A request is refused if every model that it may be for would be late in its class."""
+    engines.told, engines.expected = load, expected
+    response = await client.post("/embed", json=BODY, headers={**SECONDS, **headers})
+    assert status == response.status_code
 
 
 async def test_what_would_be_late_is_not_read(client, engines, engine):
@@ -64,21 +79,6 @@ async def test_pages_are_not_refused(client, engines):
     assert (await client.get("/models")).status_code == 200
 
 
-async def test_the_bundle_with_the_least_load_decides(client, engines):
-    """The body names the model, so it is not read only if every model would be late."""
-    busy = {Flow("tiny@1"): Backlog.of(*[RemainingWork(1, 1)] * 1000)}
-    engines.told = Load({"tiny@1": 100.0, "other@1": 100.0}, busy)
-    assert (await client.post("/embed", json=BODY, headers=SECONDS)).status_code == 200
-
-
-async def test_an_unused_model_decides_nothing(client, engines):
-    """A version that is kept for a rollback is idle whatever waits for the others."""
-    busy = {Flow("tiny@1"): Backlog.of(*[RemainingWork(1, 1)] * 1000)}
-    engines.told = Load({"tiny@1": 100.0, "other@1": 100.0}, busy)
-    engines.expected = ["tiny@1", "gone@1"]
-    assert (await client.post("/embed", json=BODY, headers=SECONDS)).status_code == 429
-
-
 async def test_administration_is_let_in(engines, client_with):
     """A rollback must be possible even if no inference request can meet its deadline."""
     engines.told = waiting(*[1] * 1000, flow=Flow("tiny@1", 0, "ops"))
@@ -89,14 +89,6 @@ async def test_administration_is_let_in(engines, client_with):
         assert (await client.post("/embed", json=BODY, headers=bearer)).status_code == 429
         assert (await client.post("/admin/models/tiny/rollback", headers=bearer)).status_code == 200
     assert engines.commands == [RollBackModel(model="tiny", by="ops")]
-
-
-async def test_bulk_waits_for_its_own_class(client, engines):
-    """What bulk has to wait for does not concern the others."""
-    engines.told = waiting(*[1] * 1000, flow=Flow("tiny@1", 1))
-    assert (await client.post("/embed", json=BODY, headers=SECONDS)).status_code == 200
-    bulk = {**SECONDS, "X-Priority": "bulk"}
-    assert (await client.post("/embed", json=BODY, headers=bulk)).status_code == 429
 
 
 def admission() -> EarlyRejection:

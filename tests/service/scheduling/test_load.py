@@ -29,43 +29,34 @@ def test_a_class_is_split_over_its_tenants_and_a_tenant_over_its_bundles():
     assert [shares[flow] / WEIGHTS[flow.priority] for flow in flows] == [1 / 4, 1 / 4, 1 / 2, 1]
 
 
-def test_nothing_waits_before_the_first():
-    """An idle device takes what the work takes."""
-    assert load().wait_s(OURS, 200) == pytest.approx(2.0)
-
-
-def test_a_bundle_of_unknown_speed_is_not_waited_for():
-    """Without an estimate, the request is accepted."""
-    assert load(ours=singles(500)).wait_s(Flow("other@1"), 10) == 0.0
-
-
-def test_an_entry_of_the_same_flow_is_waited_for():
-    """Ten texts of ten tokens are before ours."""
-    assert load(ours=singles(*[10] * 10)).wait_s(OURS, 10) == pytest.approx(1.1)
-
-
-def test_a_larger_request_lets_a_smaller_one_pass():
-    """Of a thousand texts as many tokens are before ours as it has itself."""
-    waiting = load(ours=Backlog.of(RemainingWork(10_000, 100)))
-    assert waiting.wait_s(OURS, 10) == pytest.approx(0.2)
-    assert waiting.wait_s(OURS, 10_000) == pytest.approx(200.0)
-
-
-def test_another_tenant_holds_up_by_its_part():
-    """For each token of the tenant, at most one token of each other tenant is computed first."""
-    assert load(theirs=singles(10_000)).wait_s(OURS, 100) == pytest.approx(2.0)
-    assert load(theirs=singles(30)).wait_s(OURS, 100) == pytest.approx(1.3)
-
-
-def test_bulk_holds_up_little_and_waits_for_much():
-    """By the weights of the classes."""
-    assert load(bulk=singles(10_000)).wait_s(OURS, 80) == pytest.approx(0.9)
-    assert load(ours=singles(10_000)).wait_s(BULK, 10) == pytest.approx(0.9)
-
-
-def test_a_slow_bundle_is_charged_by_its_time():
-    """A second of it for each of ours."""
-    assert load(slow=singles(10_000)).wait_s(OURS, 100) == pytest.approx(2.0)
+@pytest.mark.parametrize(
+    ("waiting", "flow", "tokens", "wait_s"),
+    [
+        ({}, OURS, 200, 2.0),  # an idle device takes what the work takes
+        ({"ours": singles(500)}, Flow("other@1"), 10, 0.0),  # accepted without an estimate
+        (
+            {"ours": singles(*[10] * 10)},
+            OURS,
+            10,
+            1.1,
+        ),  # ten texts of the same flow are before ours
+        # Of a thousand texts of a request as many tokens are before ours as it has itself.
+        ({"ours": Backlog.of(RemainingWork(10_000, 100))}, OURS, 10, 0.2),
+        ({"ours": Backlog.of(RemainingWork(10_000, 100))}, OURS, 10_000, 200.0),
+        # A text waits for every text before it, also for those that are longer.
+        ({"ours": Backlog.of(RemainingWork(500, 1), RemainingWork(200, 1))}, OURS, 10, 7.1),
+        # For each token of ours, at most one token of each other tenant is computed first.
+        ({"theirs": singles(10_000)}, OURS, 100, 2.0),
+        ({"theirs": singles(30)}, OURS, 100, 1.3),
+        # Classes wait by their weights.
+        ({"bulk": singles(10_000)}, OURS, 80, 0.9),
+        ({"ours": singles(10_000)}, BULK, 10, 0.9),
+        ({"slow": singles(10_000)}, OURS, 100, 2.0),  # a second of the slow model for each of ours
+    ],
+)
+def test_wait(waiting, flow, tokens, wait_s):
+    """A request waits for what the fair queue computes before it."""
+    assert load(**waiting).wait_s(flow, tokens) == pytest.approx(wait_s)
 
 
 def test_what_was_sent_since_counts():
@@ -97,12 +88,6 @@ def test_a_wait_is_no_shorter_than_the_work_and_no_longer_than_all(ours, theirs,
     wait_s = waiting.wait_s(OURS, tokens)
     assert tokens / 100 <= wait_s * (1 + 1e-9)
     assert wait_s <= (waiting.drain_s + tokens / 100) * (1 + 1e-9)
-
-
-def test_a_text_waits_for_every_text_before_it():
-    """Also for those that are longer, and for the last of many."""
-    waiting = load(ours=Backlog.of(RemainingWork(500, 1), RemainingWork(200, 1)))
-    assert waiting.wait_s(OURS, 10) == pytest.approx(7.1)
 
 
 lefts = st.builds(RemainingWork, st.integers(1, 5000), st.integers(1, 3)) | st.just(RemainingWork())
