@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from quartet.cache import SourceError, resolve
+from service.bulk.rows import ROUTES
 from service.core.bundle import BundleError, Head
 from service.core.bundle import load as load_bundle
 from service.core.cpu import CPU
-from service.predict import ROUTES
 from service.processes.child_process import child_python
 from service.settings_sources import ConfigError, find_bundles
 

@@ -271,6 +271,11 @@ class EmbeddedService:
         return self._state.open_engines().load()
 
     @property
+    def fingerprint(self) -> str:
+        """The default model's bundle hash, precision, provider and runtime."""
+        return self._state.open_engines().get(None).fingerprint
+
+    @property
     def alive(self) -> bool:
         """Whether the device can still compute; if not, only a new process helps."""
         return self._state.open_engines().alive()

@@ -28,6 +28,7 @@ ORDER = (
     "service.__main__",
     "service.command",
     "service.embedded",
+    "service.bulk",
     "service.predict",
     "model.network",
     "model.families",

@@ -15,6 +15,9 @@ import pytest
 
 from service import predict
 from service.api.app import create_app
+from service.bulk.input_files import read_rows
+from service.bulk.output_files import Output, writing
+from service.bulk.rows import Outcome
 from service.core.data_files.columns import Needs
 from service.observability.metrics import Metrics
 from service.processes.single_process import open_local_engines
@@ -188,13 +191,13 @@ def test_random_tables(tmp_path, seed):
             table = csv.writer(file, delimiter=delimiter, quoting=quoting)
             table.writerows([header, *cells])
 
-        rows = [*predict.read_rows(str(path), needs)]
+        rows = [*read_rows(str(path), needs)]
 
         assert [(header, row) for row in cells] == [(row.names, row.values) for row in rows]
-        with (tmp_path / "out.csv").open("w", newline="", encoding="utf-8") as file:
-            write = predict.writer(file, ".csv", header)
+        path = tmp_path / "out.csv"
+        with writing(path, Output(path, ".csv"), header, header=True) as write:
             for row in rows:
-                write(row, predict.Outcome([{"label": "x", "score": 1}], ""))
+                write(row, Outcome([{"label": "x", "score": 1}], ""))
         with (tmp_path / "out.csv").open(newline="", encoding="utf-8") as file:
             assert [[*row, "x", "1", ""] for row in cells] == [*csv.reader(file)][1:]
 
@@ -268,7 +271,7 @@ def test_refusals(name, content, options, message, tiny_bundle, tmp_path, capsys
 
     assert message in capsys.readouterr().err
     assert "old" == (tmp_path / "out.jsonl").read_text()
-    assert not (tmp_path / "out.jsonl.partial").exists()
+    assert {"out.jsonl"} == {path.name for path in tmp_path.iterdir()} - {name}
 
 
 def test_a_bad_bundle(tiny_bundle, tmp_path, capsys):
