@@ -22,7 +22,7 @@ from service.settings import affinity_cores, cgroup_cores, usable_cores
 
 FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8", "asimd", "i8mm", "bf16")
 LEAST_FILES = 1100  # max_connections and the service's own
-LEAST_BYTES = 512 * 1024**2
+LEAST_BYTES = 300 * 1024**2  # that the default bundle needs
 LEAST_DISK = 2 * 10**9
 TIMEOUT_S = 3.0
 PORT = 8000
@@ -80,7 +80,10 @@ def check_memory() -> Iterator[Finding]:
     limit = memory_limit()
     size = min(total, limit.size) if limit else total
     found = f"{size / 1024**2:,.0f} MiB{', a limit of the cgroup' if limit and limit.size < total else ''}"
-    yield found, "" if size >= LEAST_BYTES else "lower max_batch_tokens, and set http_workers to 0"
+    yield (
+        found,
+        "" if size >= LEAST_BYTES else "the default bundle may not fit: raise the memory limit",
+    )
 
 
 def check_device() -> Iterator[Finding]:

@@ -25,6 +25,7 @@ from pydantic.fields import FieldInfo
 
 from service import __version__
 from service.core.program_name import program_name
+from service.memory_limit import memory_limit
 from service.observability import logs
 from service.processes.child_process import drop_early
 from service.processes.supervisor import Processes
@@ -104,7 +105,8 @@ def serve(settings: Settings, source: KeySource | None = None) -> None:
             reserved.append(reserve(settings.host, settings.grpc_port))
             port = reserved[0].getsockname()[1]
             settings = settings.model_copy(update={"grpc_port": port})
-        workers = settings.workers(usable_cores())
+        limit = memory_limit()
+        workers = settings.workers(usable_cores(), limit.size if limit else None)
         settings = settings.model_copy(update={"http_workers": workers})
         if workers:
             sys.exit(asyncio.run(Processes(settings, listeners, source).run()))

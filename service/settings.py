@@ -36,6 +36,9 @@ LINK = re.compile(
 )
 HOST_NAME = r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*"  # in lower case; the port does not matter
 LINK_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
+LEAST_FOR_PROCESSES = (
+    384 * 2**20
+)  # bytes of memory below which HTTP and inference share one process
 MOST_UDS_BYTES = 107  # which the kernel keeps with a terminator in 108
 
 RootDialect = Literal["native", "hf", "infinity", "openai", "tei"]
@@ -122,7 +125,7 @@ class Settings(BaseSettings):
         None,
         ge=0,
         description="HTTP processes, in addition to the inference process; unset, 1, or on a GPU half of the cores up"
-        " to 4; 0 runs HTTP and inference in one process",
+        " to 4, or 0 below a memory limit of 384 MiB; 0 runs HTTP and inference in one process",
     )
     precision: Literal["auto", "fp32", "int8", "fp16"] = Field(
         "auto",
@@ -154,10 +157,11 @@ class Settings(BaseSettings):
         description="let ONNX Runtime, not the C library, keep memory between"
         " batches; faster on some machines",
     )
-    max_batch_tokens: int = Field(
-        16_384,
+    max_batch_tokens: int | None = Field(
+        None,
         ge=1,
-        description="tokens in one batch; lower it for latency, raise it for a large GPU",
+        description="tokens in one batch; unset, 1024 or fewer by the memory limit, or on a GPU 16384; lower it for"
+        " latency, raise it for a large GPU",
     )
     max_batch_size: int | None = Field(
         None, ge=1, description="sequences in one batch; unset, 64, or on a GPU 256"
@@ -419,11 +423,17 @@ class Settings(BaseSettings):
         """Return what happens to requests for a model that is not served. of_dialect: what their API has by default"""
         return self.unknown_model or ("default" if self.root_dialect == "tei" else of_dialect)
 
-    def workers(self, cores: int) -> int:
-        """Return the number of HTTP processes, by the rule of the device where it is unset."""
+    def workers(self, cores: int, memory_limit: int | None = None) -> int:
+        """Return the number of HTTP processes, by the memory limit and the rule of the device where it is unset."""
         if self.http_workers is not None:
             return self.http_workers
+        if memory_limit is not None and memory_limit < LEAST_FOR_PROCESSES:
+            return 0
         return expected_kind(self.provider).http_workers(cores)
+
+    def batch_tokens(self, kind: DeviceKind) -> int:
+        """Return the most tokens of a batch of several sequences."""
+        return self.max_batch_tokens or kind.batch_tokens
 
     def batch_size(self, kind: DeviceKind) -> int:
         """Return the most sequences of a batch."""

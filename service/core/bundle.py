@@ -530,6 +530,11 @@ def read_texts(bundle: Bundle) -> BundleTexts:
     return BundleTexts(bundle.manifest, bundle.sha256, tokenizer)
 
 
+def read_manifest(folder: Path) -> Manifest:
+    """Read a bundle's manifest alone. Raises BundleError."""
+    return _parse(folder, _read_manifest(folder))
+
+
 def load(path: Path | str) -> Bundle:
     """Read a bundle, and check what can be checked without a run. Raises BundleError with the wrong file or field."""
     folder = Path(path)

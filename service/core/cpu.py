@@ -20,6 +20,7 @@ CPU = DeviceKind(
     provider="CPUExecutionProvider",
     label="the CPU",
     graphs=("cpu", "any"),
+    batch_tokens=1024,  # more needs more memory and gains no speed
     batch_size=64,
     slots=slots,
     http_workers=lambda cores: 1,

@@ -126,6 +126,7 @@ CUDA = DeviceKind(
     provider="CUDAExecutionProvider",
     label="the GPU",
     graphs=("cuda", "any"),
+    batch_tokens=16_384,
     batch_size=256,
     # Two, so that one batch is prepared while the other one runs.
     slots=lambda replicas, threads, bundles: shared_slots(replicas or 2, threads),

@@ -25,6 +25,7 @@ class DeviceKind:
     provider: str  # ONNX Runtime's name
     label: str  # the device in a message
     graphs: tuple[str, ...]  # values of a graph's `provider` that the device can run
+    batch_tokens: int  # most tokens of a batch, where `max_batch_tokens` is unset
     batch_size: int  # most sequences of a batch, where `max_batch_size` is unset
     # Rule from the settings `replicas` and `threads` and the number of bundles.
     slots: Callable[[int | None, int, int], Slots]

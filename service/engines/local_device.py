@@ -27,9 +27,11 @@ from service.core.session import (
     TimeLimit,
     keep_freed_memory,
     open_session,
+    trim,
     usable_kinds,
 )
 from service.engines.device import RunsOn
+from service.engines.memory_need import fit_memory
 from service.engines.self_test import SelfTest, SelfTests, smallest
 from service.errors import InferenceFailed
 from service.liveness import StallClock, hang_limit_s
@@ -72,8 +74,13 @@ class Runner:
         computed = [self._heads[name] for name in heads or self._heads if name in self._heads]
         return count_masks(window, computed)
 
-    def warm_up(self, full: Sequence[Sample] = ()) -> dict[int, Estimator]:
-        """Measure the cost of batches by their number of slots. full: measured batches on one slot"""
+    def warm_up(
+        self, full: Sequence[Sample] = (), max_tokens: float = math.inf
+    ) -> dict[int, Estimator]:
+        """Measure the cost of batches by their number of slots.
+
+        full: measured batches on one slot; max_tokens: of a batch of several inputs
+        """
         max_length = self._bundle.manifest.max_length
 
         def estimator(width: int) -> Estimator:
@@ -84,6 +91,7 @@ class Runner:
                 self._build,
                 max_length=max_length,
                 max_size=1 if self.unbatched else 8,
+                max_tokens=max_tokens,
                 budget_s=budget_s,
             )
             known = full if width == 1 else ()
@@ -198,7 +206,7 @@ class LocalDevice:
             self._run,
             slots=slots.number,
             wide=max(slots.threads),
-            max_batch_tokens=settings.max_batch_tokens,
+            max_batch_tokens=settings.batch_tokens(kind),
             max_batch_size=settings.batch_size(kind),
             max_queue_tokens=self._queue_limit(),
             max_batch_ms=settings.max_batch_ms,
@@ -244,16 +252,18 @@ class LocalDevice:
             area = self._area(sessions[1])
             full = self._run_full_batches(bundle, runner, area, sessions[1].kind)
             rate = self._slots.number * full[0].tokens / full[0].seconds
-        estimators = runner.warm_up(full)
-        return OpenedBundle(
+        estimators = runner.warm_up(full, settings.batch_tokens(self.kind))
+        opened = OpenedBundle(
             texts, runner, runner.runs_on, estimators, runner.self_test(), area, rate
         )
+        trim()  # other threads cannot use what this thread's batches have freed
+        return opened
 
     def _run_full_batches(
         self, bundle: Bundle, runner: Runner, area: float, kind: DeviceKind
     ) -> list[Sample]:
         """Run the largest batches on all slots at once. Raises BundleError if the device lacks the memory."""
-        tokens, slots = self._settings.max_batch_tokens, self._slots.number
+        tokens, slots = self._settings.batch_tokens(kind), self._slots.number
         size = 1 if runner.unbatched else self._settings.batch_size(kind)
         samples = []
         for shape in full_shapes(bundle.manifest.max_length, tokens, size, area):
@@ -383,10 +393,14 @@ class LocalDevice:
 
 @asynccontextmanager
 async def open_device(settings: Settings, metrics: Metrics) -> AsyncIterator[LocalDevice]:
-    """Open a device without bundles; drain it on exit. Raises ProviderError when the provider is not available."""
+    """Open a device without bundles; drain it on exit.
+
+    Raises ProviderError when the provider is not available, and MemoryLimitError when the bundles do not fit.
+    """
     kind = usable_kinds(settings.provider)[0]
     if kind.on_host:
         keep_freed_memory()
+        settings = fit_memory(settings)
     slots = settings.slots(kind, usable_cores(), len(settings.bundles))
     device = LocalDevice(settings, slots, metrics, kind)
     await device.batcher.start()

@@ -1,20 +1,19 @@
-"""The maximum memory that the service needs on a CPU, and the check of the memory limit at the start.
+"""The maximum memory that the service needs on a CPU, and the settings that follow the memory limit.
 
 The need is an upper bound. It assumes that all slots run the largest batch of the longest texts at once, which the
 planner rarely does.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 
-from service.core.bundle import Bundle, Graph, Manifest, Memory
+from service.core.bundle import BundleError, Graph, Manifest, Memory, read_manifest
 from service.core.cpu import CPU
 from service.memory_limit import MIB, ROOT, in_mib, memory_limit
-from service.scheduling.cost_model import SHAPES
 from service.settings import Settings, usable_cores
 
 # Memory of processes without sessions and requests, measured with Python 3.11 and onnxruntime 1.31. Library files count
@@ -28,7 +27,7 @@ SINGLE = 130 * MIB  # of the only process, with `http_workers` 0
 OPENED_PER_BYTE = 1.2  # of a graph's files
 BYTES_PER_TOKEN = 64 * 1024  # of a batch, as encoders with 384 hidden units need
 
-STEP = 256  # a message suggests multiples of this for `max_batch_tokens`
+STEP = 256  # `max_batch_tokens` is a multiple of this where it follows the limit
 
 log = structlog.get_logger()
 
@@ -50,50 +49,90 @@ class GraphNeed:
         return self.graph.memory is not None
 
 
-def check_memory(settings: Settings, bundles: Sequence[Bundle], root: Path = ROOT) -> None:
-    """Compare the need of bundles on a CPU with the memory limit.
+def fit_memory(settings: Settings, root: Path = ROOT) -> Settings:
+    """Return settings in which `max_batch_tokens` and `replicas`, where unset, follow the memory limit on a CPU.
 
-    Raises MemoryLimitError where the need is above the limit and each bundle states its memory. Where a bundle does not
-    state it, the need is an estimate, and is logged as a warning.
+    Raises MemoryLimitError where the bundles need more than the limit with all such settings, and each bundle states
+    its memory. Where a bundle does not state it, the need is an estimate, and is logged as a warning.
 
     root: the root of the file system
     """
     limit = memory_limit(root)
-    needs = [need for bundle in bundles for need in graph_needs(settings, bundle)]
-    if limit is None or needed_memory(settings, needs) <= limit.size:
-        return
-    message = explain_need(settings, needs, limit.size)
+    needs = [need for folder in settings.bundles for need in graph_needs(settings, folder)]
+    if limit is None or not needs:
+        return settings
+    fitted = fit(settings, needs, limit.size)
+    if fitted is not None:
+        need = in_mib(needed_memory(fitted, needs))
+        log.info("memory limit", limit=in_mib(limit.size), need=need, **chosen(fitted, needs))
+        return fitted
+    *_, fitted = choices(settings, needs)
+    message = explain_need(settings, fitted, needs, limit.size)
     if all(need.is_stated for need in needs):
         raise MemoryLimitError(message)
     unstated = [need.manifest.id for need in needs if not need.is_stated]
     log.warning("the memory limit may be too small", problem=message, estimated_for=unstated)
+    return fitted
 
 
-def graph_needs(settings: Settings, bundle: Bundle) -> list[GraphNeed]:
-    """Return the graph that will run with its memory; an empty list where the bundle lacks the precision."""
-    manifest = bundle.manifest
-    graph = next(iter(manifest.graphs_for(CPU, settings.precision)), None)
-    if graph is None:
-        return []  # opening the bundle reports that
-    return [GraphNeed(manifest, graph, graph.memory or estimate_memory(bundle, graph))]
+def fit(settings: Settings, needs: Sequence[GraphNeed], limit: int) -> Settings | None:
+    """Return the first choice of unset settings whose need is within the limit; None if there is none."""
+    fitting = (c for c in choices(settings, needs) if needed_memory(c, needs) <= limit)
+    return next(fitting, None)
 
 
-def estimate_memory(bundle: Bundle, graph: Graph) -> Memory:
+def choices(settings: Settings, needs: Sequence[GraphNeed]) -> Iterator[Settings]:
+    """Yield the settings, and then settings that need less memory: fewer tokens in a batch, then fewer batches."""
+    replicas = [settings.replicas]
+    if settings.replicas is None:
+        number = settings.slots(CPU, usable_cores(), len(needs)).number
+        replicas += [number >> shift for shift in range(number.bit_length())]
+    tokens: Iterable[int] = [settings.batch_tokens(CPU)]
+    if settings.max_batch_tokens is None:
+        tokens = range(CPU.batch_tokens, 0, -STEP)
+    for one in replicas:
+        for most in tokens:
+            yield settings.model_copy(update={"replicas": one, "max_batch_tokens": most})
+
+
+def chosen(settings: Settings, needs: Sequence[GraphNeed]) -> Mapping[str, object]:
+    """Return the settings that the need depends on, by name. replicas: the number of batches at once"""
+    slots = settings.slots(CPU, usable_cores(), len(needs))
+    return {
+        "http_workers": settings.http_workers,
+        "replicas": slots.number,
+        "max_batch_tokens": settings.max_batch_tokens,
+    }
+
+
+def graph_needs(settings: Settings, folder: Path) -> list[GraphNeed]:
+    """Return the graph of a bundle that will run with its memory.
+
+    Returns an empty list for a bundle that cannot be served; opening it reports the reason.
+    """
+    try:
+        manifest = read_manifest(folder)
+        graphs = manifest.graphs_for(CPU, settings.precision)[:1]
+        memories = [graph.memory or estimate_memory(folder, manifest, graph) for graph in graphs]
+    except (BundleError, OSError):
+        return []
+    return [GraphNeed(manifest, *pair) for pair in zip(graphs, memories, strict=True)]
+
+
+def estimate_memory(folder: Path, manifest: Manifest, graph: Graph) -> Memory:
     """Return a rough estimate from the sizes of a graph's files."""
     files = [graph.file, *([graph.weights.file] if graph.weights else [])]
-    size = sum(bundle.file(file).stat().st_size for file in files)
-    tokens = bundle.manifest.max_length
+    size = sum((folder / file).stat().st_size for file in files)
+    tokens = manifest.max_length
     return Memory(opened=int(OPENED_PER_BYTE * size), batches={tokens: BYTES_PER_TOKEN * tokens})
 
 
 def needed_memory(settings: Settings, needs: Sequence[GraphNeed]) -> int:
     """Return the bytes that all processes need while each slot runs the largest batch of any bundle."""
-    slots = settings.slots(CPU, usable_cores(), max(len(needs), 1))
+    slots = settings.slots(CPU, usable_cores(), len(needs))
     sessions = len(slots.threads) * sum(need.memory.opened for need in needs)
-    largest = max((need.memory.of_batch(batch_tokens(settings, need)) for need in needs), default=0)
-    # The C library keeps the bytes of the largest warm-up batch for the thread that opened the bundle.
-    warm_up = max((need.memory.of_batch(warm_up_tokens(need)) for need in needs), default=0)
-    return process_memory(settings) + sessions + warm_up + slots.number * largest
+    largest = max(need.memory.of_batch(batch_tokens(settings, need)) for need in needs)
+    return process_memory(settings) + sessions + slots.number * largest
 
 
 def process_memory(settings: Settings) -> int:
@@ -107,60 +146,54 @@ def batch_tokens(settings: Settings, need: GraphNeed) -> int:
     longest = need.manifest.max_length
     if need.graph.layout == "alone":
         return longest
-    most = min(settings.max_batch_tokens, settings.batch_size(CPU) * longest)
+    most = min(settings.batch_tokens(CPU), settings.batch_size(CPU) * longest)
     return max(most, longest)
 
 
-def warm_up_tokens(need: GraphNeed) -> int:
-    """Return the tokens of the largest batch of the warm-up, which ignores `max_batch_tokens`."""
-    unbatched = need.graph.layout == "alone"
-    longest = need.manifest.max_length
-    return max((1 if unbatched else size) * min(length, longest) for size, length in SHAPES)
+def explain_need(
+    settings: Settings, least: Settings, needs: Sequence[GraphNeed], limit: int
+) -> str:
+    """Return a line with the limit, the need and its parts, and the settings to change.
 
-
-def explain_need(settings: Settings, needs: Sequence[GraphNeed], limit: int) -> str:
-    """Return a line with the limit, the need and its parts, and the settings to change."""
-    need = needed_memory(settings, needs)
-    slots = settings.slots(CPU, usable_cores(), max(len(needs), 1))
+    least: the choice of unset settings that needs least
+    """
+    need = needed_memory(least, needs)
+    slots = least.slots(CPU, usable_cores(), len(needs))
     sessions = len(slots.threads) * sum(one.memory.opened for one in needs)
-    processes = process_memory(settings)
+    processes = process_memory(least)
     parts = (
         f"processes {in_mib(processes)}, sessions {in_mib(sessions)},"
-        f" warm-up and {slots.number} batches at once {in_mib(need - processes - sessions)}"
+        f" {slots.number} batches at once {in_mib(need - processes - sessions)}"
     )
-    changes = [f"raise the memory limit to {math.ceil(need / MIB)} MiB"]
-    if fitting := fitting_tokens(settings, needs, limit):
-        changes.insert(0, f"set max_batch_tokens {fitting} (now {settings.max_batch_tokens})")
-    elif slots.number > 1:
-        changes.insert(0, f"set threads and replicas below {slots.number}")
-    if smaller := fitting_precision(settings, needs, limit):
-        changes.insert(0, f"set precision {smaller}")
+    changes = [*fitting_precision(least, needs, limit), *fitting_changes(settings, needs, limit)]
+    changes.append(f"raise the memory limit to {math.ceil(need / MIB)} MiB")
     return (
         f"the memory limit is {in_mib(limit)}, but the service may need {in_mib(need)} ({parts}):"
         f" {', or '.join(changes)}"
     )
 
 
-def fitting_tokens(settings: Settings, needs: Sequence[GraphNeed], limit: int) -> int | None:
-    """Return the largest `max_batch_tokens` below the current one with which the need fits; None if none does."""
-    longest = max(need.manifest.max_length for need in needs)
-    top = min(settings.max_batch_tokens, max(batch_tokens(settings, need) for need in needs))
-    for tokens in range((top - 1) // STEP * STEP, 0, -STEP):
-        changed = settings.model_copy(update={"max_batch_tokens": tokens})
-        if needed_memory(changed, needs) <= limit:
-            return tokens
-        if tokens < longest:
-            break
-    return None
+def fitting_changes(settings: Settings, needs: Sequence[GraphNeed], limit: int) -> Iterator[str]:
+    """Yield values of explicit settings with which the need fits: of one setting or, if none fits, of all of them."""
+    free = {"max_batch_tokens": None, "replicas": None, "http_workers": 0}
+    explicit = [name for name in free if getattr(settings, name)]
+    fits = False
+    for names in [*([name] for name in explicit), explicit]:
+        fitted = fit(settings.model_copy(update={n: free[n] for n in names}), needs, limit)
+        if fitted is not None and not (fits and names is explicit):
+            fits = True
+            values = chosen(fitted, needs)
+            parts = (f"{n} {values[n]} (now {getattr(settings, n)})" for n in names)
+            yield f"set {' and '.join(parts)}"
 
 
-def fitting_precision(settings: Settings, needs: Iterable[GraphNeed], limit: int) -> str | None:
-    """Return "int8" where each bundle states the memory of an int8 graph and the need then fits; None otherwise."""
-    changed = settings.model_copy(update={"precision": "int8"})
+def fitting_precision(settings: Settings, needs: Iterable[GraphNeed], limit: int) -> Iterator[str]:
+    """Yield a change to int8 where each bundle states the memory of an int8 graph and the need then fits."""
     quantized = []
     for need in needs:
         graph = next(iter(need.manifest.graphs_for(CPU, "int8")), None)
         if graph is None or graph.memory is None or graph.file == need.graph.file:
-            return None
+            return
         quantized.append(GraphNeed(need.manifest, graph, graph.memory))
-    return "int8" if needed_memory(changed, quantized) <= limit else None
+    if needed_memory(settings, quantized) <= limit:
+        yield "set precision int8"

@@ -20,7 +20,6 @@ import structlog
 
 from service.core import bundle as bundles
 from service.core.bundle import Bundle, BundleError, Manifest
-from service.core.cpu import CPU
 from service.core.session import RUNTIME_ERRORS, trim
 from service.engines import model_state
 from service.engines.commands import (
@@ -32,7 +31,6 @@ from service.engines.commands import (
     UnloadModel,
 )
 from service.engines.local_device import LocalDevice, OpenedBundle
-from service.engines.memory_need import check_memory
 from service.engines.model_state import ModelRecord, Models, ServedModel, Subscriber
 from service.errors import (
     BadBundle,
@@ -96,12 +94,10 @@ class ModelManager:
     def open(self, resume: Resume | None = None) -> None:
         """Open the bundles of the settings, or with `resume` those of the previous process that can be opened.
 
-        Raises BundleError, ProviderError or MemoryLimitError if a bundle, or all previous ones, cannot be served.
+        Raises BundleError or ProviderError if a bundle, or all previous ones, cannot be served.
         """
         if resume is None:
             loaded = [bundles.load(path) for path in self._settings.bundles]
-            if self._device.kind is CPU:  # manifests state no memory of other devices
-                check_memory(self._settings, loaded)
             opened = [self._open(bundle) for bundle in loaded]
         else:
             opened = self._open_again([ModelRecord(**kept) for kept in resume["models"]])

@@ -150,13 +150,14 @@ def measure(
     *,
     max_length: int,
     max_size: int = 8,
+    max_tokens: float = math.inf,
     budget_s: float = 0.3,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Sample]:
     """Time a model on at most five shapes, small ones first, and stop before `budget_s` is over.
 
     build: makes an input of this many tokens
-    run: computes a batch of at most `max_size` inputs
+    run: computes a batch of at most `max_size` inputs and, unless it has one input, `max_tokens` tokens
 
     The time of a shape is that of the faster of two runs, because the first one allocates memory. The
     smallest shape runs once even if it exceeds the budget.
@@ -166,6 +167,8 @@ def measure(
     shapes = dict.fromkeys((min(n, max_size), min(length, max_length)) for n, length in SHAPES)
     for size, length in shapes:
         tokens = size * length
+        if size > 1 and tokens > max_tokens:
+            continue
         if samples and clock() + samples[-1].seconds * tokens / samples[-1].tokens > end:
             break
         batch = [build(length) for _ in range(size)]

@@ -7,6 +7,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from service.__main__ import bind, bind_unix, main, reserve, serve
 from service.core import device_table
 from service.core.cpu import CPU
 from service.core.cuda import CUDA
+from service.memory_limit import MemoryLimit
 from service.processes import single_process
 from service.server.server import Server
 from service.server.sockets import url_of
@@ -43,17 +45,19 @@ def test_flags_are_settings(capsys):
 
 @pytest.mark.usefixtures("logging_as_it_was")
 @pytest.mark.parametrize(
-    ("flags", "gpu", "workers"),
+    ("flags", "gpu", "limit_mib", "workers"),
     [
-        ([], False, 1),
-        ([], True, 4),
-        (["--provider", "cpu"], True, 1),
-        (["--http-workers", "2"], True, 2),
-        (["--http-workers", "0"], True, 0),
+        ([], False, None, 1),
+        ([], True, None, 4),
+        ([], False, 384, 1),
+        ([], False, 383, 0),
+        (["--provider", "cpu"], True, None, 1),
+        (["--http-workers", "2"], True, 300, 2),
+        (["--http-workers", "0"], True, None, 0),
     ],
 )
-def test_http_workers_follow_the_gpu(flags, gpu, workers, monkeypatch):
-    """Unless they are set, there are more of them where a GPU computes."""
+def test_http_workers_follow_the_machine(flags, gpu, limit_mib, workers, monkeypatch):
+    """Unless they are set, there are more of them where a GPU computes, and none where memory is scarce."""
     served = []
 
     class Started:
@@ -64,6 +68,8 @@ def test_http_workers_follow_the_gpu(flags, gpu, workers, monkeypatch):
             return 0
 
     listener = SimpleNamespace(getsockname=lambda: ("127.0.0.1", 1), close=lambda: None)
+    limit = MemoryLimit(limit_mib * 2**20, Path()) if limit_mib else None
+    monkeypatch.setattr(service_main, "memory_limit", lambda: limit)
     monkeypatch.setattr(service_main, "bind", lambda *_: listener)
     monkeypatch.setattr(device_table, "KINDS", (replace(CUDA, is_present=lambda: gpu), CPU))
     monkeypatch.setattr(service_main, "usable_cores", lambda: 16)

@@ -23,6 +23,7 @@ NPU = DeviceKind(
     provider="NPUExecutionProvider",
     label="the NPU",
     graphs=("npu", "any"),
+    batch_tokens=4096,
     batch_size=16,
     slots=lambda replicas, threads, bundles: shared_slots(1, threads),
     http_workers=lambda cores: 3,

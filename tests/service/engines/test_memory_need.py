@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from service.core import bundle
-from service.core.bundle import FORMAT_VERSION, Bundle, Manifest
+from service.core.bundle import FORMAT_VERSION, MANIFEST, Memory, read_manifest
 from service.engines import memory_need
 from service.engines.device import RunsOn
 from service.engines.memory_need import (
@@ -19,8 +18,9 @@ from service.engines.memory_need import (
     INFERENCE,
     MAIN,
     SINGLE,
+    GraphNeed,
     MemoryLimitError,
-    check_memory,
+    fit_memory,
     graph_needs,
     needed_memory,
 )
@@ -35,8 +35,8 @@ PROCESSES = MAIN + HTTP + INFERENCE
 
 def make_bundle(
     folder: Path, fp32: Any = FP32, int8: Any = INT8, layout: str = "packed", max_length: int = 128
-) -> Bundle:
-    """A manifest of an fp32 and an int8 graph; fp32 is the default, and takes 10 MiB on disk."""
+) -> Path:
+    """The folder of a manifest of an fp32 and an int8 graph; fp32 is the default, and takes 10 MiB on disk."""
     folder.mkdir(exist_ok=True)
     with (folder / "fp32.onnx").open("wb") as file:
         file.truncate(10 * MIB)
@@ -56,7 +56,8 @@ def make_bundle(
         "graphs": graphs,
         "goldens": {"file": "g", "sha256": "0" * 64, "tolerance": {"fp32": {}, "int8": {}}},
     }
-    return Bundle(folder, Manifest.model_validate(manifest), "", None)
+    (folder / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+    return folder
 
 
 def limited(root: Path, size: int | None) -> Path:
@@ -71,25 +72,25 @@ def limited(root: Path, size: int | None) -> Path:
     return root
 
 
-def need_of(settings: Settings, *bundles: Bundle) -> int:
+def need_of(settings: Settings, *bundles: Path) -> int:
     return needed_memory(settings, [n for b in bundles for n in graph_needs(settings, b)])
 
 
 @pytest.mark.parametrize(
     ("fields", "expected_mib"),
     [
-        # Two sessions, the warm-up's batch of 1,024 tokens, and two batches of 64 texts of 128 tokens.
-        ({"threads": 2}, 200 + 40 + 2 * 320),
-        ({"threads": 1}, 100 + 40 + 320),
-        ({"threads": 4, "replicas": 3}, 100 + 40 + 3 * 320),
-        ({"threads": 2, "max_batch_tokens": 2048}, 200 + 40 + 2 * 80),
-        ({"threads": 2, "max_batch_size": 16}, 200 + 40 + 2 * 80),
-        ({"threads": 2, "max_batch_tokens": 1}, 200 + 40 + 2 * 5),  # one text of 128 tokens
-        ({"threads": 2, "precision": "int8"}, 60 + 20 + 2 * 160),
+        # Two sessions, and two batches of 64 texts of 128 tokens.
+        ({"threads": 2, "max_batch_tokens": 16384}, 200 + 2 * 320),
+        ({"threads": 1, "max_batch_tokens": 16384}, 100 + 320),
+        ({"threads": 4, "replicas": 3}, 100 + 3 * 40),
+        ({"threads": 2}, 200 + 2 * 40),
+        ({"threads": 2, "max_batch_tokens": 16384, "max_batch_size": 16}, 200 + 2 * 80),
+        ({"threads": 2, "max_batch_tokens": 1}, 200 + 2 * 5),  # one text of 128 tokens
+        ({"threads": 2, "precision": "int8"}, 60 + 2 * 20),
     ],
 )
 def test_the_need_is_the_sessions_and_the_largest_batches(fields, expected_mib, tmp_path):
-    """A session for each width, the warm-up, and the largest batch on each slot."""
+    """A session for each width, and the largest batch on each slot."""
     need = need_of(Settings(**fields), make_bundle(tmp_path / "a"))
     assert PROCESSES + expected_mib * MIB == need
 
@@ -98,87 +99,116 @@ def test_the_need_is_the_sessions_and_the_largest_batches(fields, expected_mib, 
 def test_each_process_counts(workers, expected, tmp_path):
     """The main process, each HTTP process and the inference process, or the only one."""
     settings = Settings(threads=1, http_workers=workers)
-    assert expected + 460 * MIB == need_of(settings, make_bundle(tmp_path / "a"))
+    assert expected + 140 * MIB == need_of(settings, make_bundle(tmp_path / "a"))
 
 
 def test_bundles_share_the_slots(tmp_path):
     """Each bundle has sessions of its own; the largest batch of any of them counts on every slot."""
     small = make_bundle(tmp_path / "b", fp32=INT8)
     need = need_of(Settings(threads=2), make_bundle(tmp_path / "a"), small)
-    assert PROCESSES + (130 + 40 + 2 * 320) * MIB == need  # one width: each has one thread
+    assert PROCESSES + (130 + 2 * 40) * MIB == need  # one width: each has one thread
 
 
 def test_an_unbatched_graph_runs_one_text(tmp_path):
-    """Neither a batch nor the warm-up has more than one text."""
+    """No batch has more than one text."""
     alone = make_bundle(tmp_path / "a", layout="alone")
-    assert PROCESSES + (100 + 5 + 5) * MIB == need_of(Settings(threads=1), alone)
+    assert PROCESSES + (100 + 5) * MIB == need_of(Settings(threads=1), alone)
 
 
-def test_a_service_that_fits_starts(tmp_path):
-    """Neither an error nor a warning, where the limit is the need, or where there is none."""
-    settings, fits = Settings(threads=2), make_bundle(tmp_path / "a")
-    need = PROCESSES + 880 * MIB
+@pytest.mark.parametrize(
+    ("left_mib", "replicas", "tokens"),
+    [
+        (200 + 80, 2, 1024),
+        (200 + 79, 2, 768),
+        (200 + 20, 2, 256),
+        (200 + 19, 2, 1024),  # without the session for single texts
+        (100 + 20, 2, 256),
+        (100 + 19, 1, 256),
+    ],
+)
+def test_unset_settings_follow_the_limit(left_mib, replicas, tokens, tmp_path):
+    """The largest batches, then the most batches at once that fit, said in one line."""
+    limit = PROCESSES + left_mib * MIB
+    settings = Settings(threads=2, bundles=(make_bundle(tmp_path / "a"),))
     with capture_logs() as logs:
-        check_memory(settings, [fits], limited(tmp_path, need))
-        check_memory(settings, [fits], limited(tmp_path, None))
-        check_memory(settings, [fits], tmp_path / "none")
+        fitted = fit_memory(settings, limited(tmp_path, limit))
+    [line] = logs
+    assert ("memory limit", replicas, tokens) == (
+        line["event"],
+        line["replicas"],
+        line["max_batch_tokens"],
+    )
+    assert need_of(fitted, *settings.bundles) <= limit
+
+
+def test_without_a_limit_no_setting_changes(tmp_path):
+    """Neither a file of the system without a limit nor its absence changes anything or is logged."""
+    settings = Settings(bundles=(make_bundle(tmp_path / "a"),))
+    with capture_logs() as logs:
+        assert settings == fit_memory(settings, limited(tmp_path, None))
+        assert settings == fit_memory(settings, tmp_path / "none")
     assert [] == logs
 
 
 @pytest.mark.parametrize(
-    ("limit_mib", "changes"),
+    ("fields", "limit_mib", "problem"),
     [
         (
-            184 + 640,
-            ": set precision int8, or set max_batch_tokens 5120 (now 16384),"
-            " or raise the memory limit to 1064 MiB",
+            {"max_batch_tokens": 16384},
+            400,
+            "may need 604 MiB (processes 184 MiB, sessions 100 MiB, 1 batches at once 320 MiB):"
+            " set precision int8, or set max_batch_tokens 1024 (now 16384),"
+            " or raise the memory limit to 604 MiB",
         ),
-        (184 + 260, "set max_batch_tokens 256 (now 16384), or raise the memory limit to 1064 MiB"),
-        (184 + 200, ": set threads and replicas below 2, or raise the memory limit to 1064 MiB"),
+        (
+            {"replicas": 8, "http_workers": 2},
+            240,
+            ": set replicas 1 (now 8) and http_workers 0 (now 2), or",
+        ),
+        (
+            {},
+            288,
+            "sessions 100 MiB, 1 batches at once 10 MiB): set precision int8, or set http_workers 0 (now 1), or",
+        ),
+        (
+            {"http_workers": 0},
+            100,
+            "may need 240 MiB (processes 130 MiB, sessions 100 MiB, 1 batches at once 10 MiB): raise",
+        ),
     ],
 )
-def test_a_service_that_does_not_fit_ends(limit_mib, changes, tmp_path):
-    """The line has limit, need and parts, and what would fit: a number of tokens, int8, or a larger limit."""
+def test_explicit_settings_that_do_not_fit_are_refused(fields, limit_mib, problem, tmp_path):
+    """One line has the limit, the least need and its parts, and the settings to change."""
     root, made = limited(tmp_path, limit_mib * MIB), make_bundle(tmp_path / "a")
+    settings = Settings(**{"threads": 2, "http_workers": 1, "bundles": (made,), **fields})
     with pytest.raises(MemoryLimitError) as caught:
-        check_memory(Settings(threads=2), [made], root)
+        fit_memory(settings, root)
     message = str(caught.value)
-    assert message.startswith(
-        f"the memory limit is {limit_mib} MiB, but the service may need 1064 MiB (processes 184 MiB,"
-        " sessions 200 MiB, warm-up and 2 batches at once 680 MiB): "
-    )
-    assert message.endswith(changes)
+    assert message.startswith(f"the memory limit is {limit_mib} MiB, but the service may need ")
+    assert problem in message
     assert "\n" not in message
-
-
-def test_the_named_number_of_tokens_fits(tmp_path):
-    """With the `max_batch_tokens` that the message names, the service starts; with 256 more it does not."""
-    root, made = limited(tmp_path, (184 + 640) * MIB), make_bundle(tmp_path / "a")
-    check_memory(Settings(threads=2, max_batch_tokens=5120), [made], root)
-    with pytest.raises(MemoryLimitError):
-        check_memory(Settings(threads=2, max_batch_tokens=5376), [made], root)
 
 
 def test_unstated_memory_only_warns(tmp_path):
     """Where one bundle does not state its memory, the need is an estimate from its files, and the service starts."""
     unstated = make_bundle(tmp_path / "old", fp32=None, int8=None)
-    bundles = [make_bundle(tmp_path / "a"), unstated]
+    settings = Settings(threads=2, bundles=(make_bundle(tmp_path / "a"), unstated))
     with capture_logs() as logs:
-        check_memory(Settings(threads=2), bundles, limited(tmp_path, 300 * MIB))
-        check_memory(Settings(threads=2), bundles, limited(tmp_path, 3000 * MIB))
+        fit_memory(settings, limited(tmp_path, 200 * MIB))
     [line] = logs
     assert ("warning", "the memory limit may be too small", ["old@1"]) == (
         line["log_level"],
         line["event"],
         line["estimated_for"],
     )
-    assert line["problem"].startswith("the memory limit is 300 MiB, but the service may need ")
+    assert line["problem"].startswith("the memory limit is 200 MiB, but the service may need ")
 
 
-def test_a_lacking_precision_is_left_to_the_start(tmp_path):
-    """A bundle without the precision is refused when it is opened, with the reason."""
-    settings = Settings(precision="fp16")
-    check_memory(settings, [make_bundle(tmp_path / "a")], limited(tmp_path, 10**12))
+@pytest.mark.parametrize("fields", [{"precision": "fp16"}, {"bundles": (Path("absent"),)}])
+def test_a_bundle_that_cannot_be_served_is_left_to_the_start(fields, tmp_path):
+    """Opening a bundle without the precision, or without a manifest, reports the reason."""
+    settings = Settings(**{"bundles": (make_bundle(tmp_path / "a"),), **fields})
+    assert settings == fit_memory(settings, limited(tmp_path, 1))
 
 
 @pytest.mark.parametrize(
@@ -192,7 +222,7 @@ def test_a_lacking_precision_is_left_to_the_start(tmp_path):
 def test_the_running_graph_states_its_memory(precision, provider, opened, tmp_path):
     """`GET /models` shows the memory of the graph that runs, and none on a GPU."""
     runs_on = RunsOn(precision, "packed", provider, None, "onnxruntime 1")
-    memory = runs_on.stated_memory(make_bundle(tmp_path / "a").manifest)
+    memory = runs_on.stated_memory(read_manifest(make_bundle(tmp_path / "a")))
     assert opened == (None if memory is None else memory.opened)
 
 
@@ -229,13 +259,11 @@ def test_the_need_is_near_the_peak_of_a_process(mini_bundle):
     tokens, file = 16384, "int8.onnx"
     measured = output_of("-m", "export.measure_memory", str(mini_bundle), file)
     peaks = [int(output_of("-c", PEAK, str(mini_bundle), str(tokens))) for _ in range(3)]
-    loaded = bundle.load(mini_bundle)
-    graph = loaded.manifest.graphs[0].model_dump() | {"memory": json.loads(measured)}
-    changed = loaded.manifest.model_dump() | {"graphs": [graph]}
-    stated = Bundle(mini_bundle, Manifest.model_validate(changed), "", loaded.golden)
+    manifest = read_manifest(mini_bundle)
+    stated = GraphNeed(manifest, manifest.graphs[0], Memory.model_validate_json(measured))
     settings = Settings(threads=2, max_batch_tokens=tokens)
 
-    need = need_of(settings, stated) - memory_need.process_memory(settings) + INFERENCE
+    need = needed_memory(settings, [stated]) - memory_need.process_memory(settings) + INFERENCE
 
     assert statistics.median(peaks) == pytest.approx(need, rel=0.2)
 

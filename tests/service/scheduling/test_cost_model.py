@@ -248,10 +248,17 @@ def test_measure_stays_within_the_longest_window():
 
 
 def test_measure_stays_within_the_largest_batch():
-    """Unbatched graphs are measured with single inputs only."""
+    """Unbatched graphs are measured with single inputs only, others within the tokens of their largest batch."""
     measured = Model(CPU).measure(max_size=1)
     assert {taken.size for taken in measured} == {1}
     assert {taken.longest for taken in measured} == {16, 32, 128, 512}
+    few_tokens = Model(CPU).measure(max_tokens=300)
+    assert [(taken.size, taken.longest) for taken in few_tokens] == [
+        (1, 16),
+        (1, 128),
+        (8, 32),
+        (1, 512),
+    ]
 
 
 def test_a_surprise_corrects_at_once():
