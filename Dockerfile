@@ -30,7 +30,7 @@ ARG EXTRAS
 # The classic builder runs every stage above its target, and leaves TARGETARCH empty. There, only DEVICE=gpu
 # fills this environment, so that the build of a CPU image does not download gigabytes of CUDA.
 RUN if [ -n "${TARGETARCH}" ] || [ "${DEVICE}" = gpu ]; then \
-        python3 deploy/requirements.py gpu ${EXTRAS} > requirements.txt \
+        python3 deploy/requirements.py --image gpu ${EXTRAS} > requirements.txt \
         && /opt/pip/bin/pip --python /opt/quartet/bin/python install --no-cache-dir \
             --only-binary :all: --constraint constraints.txt --requirement requirements.txt; \
     else \
@@ -40,7 +40,7 @@ RUN if [ -n "${TARGETARCH}" ] || [ "${DEVICE}" = gpu ]; then \
 FROM build AS build-cpu
 ARG PIP_INDEX_URL
 ARG EXTRAS
-RUN python3 deploy/requirements.py cpu ${EXTRAS} > requirements.txt \
+RUN python3 deploy/requirements.py --image cpu ${EXTRAS} > requirements.txt \
     && /opt/pip/bin/pip --python /opt/quartet/bin/python install --no-cache-dir \
         --only-binary :all: --constraint constraints.txt --requirement requirements.txt
 

@@ -5,6 +5,7 @@ for that. Needs nothing but Python 3.11 or newer:
 
     python3 deploy/requirements.py cpu > requirements.txt
     python3 deploy/requirements.py --lowest cpu > lowest.txt
+    python3 deploy/requirements.py --image cpu > requirements.txt    without what only the command quartet imports
 """
 
 import re
@@ -13,6 +14,7 @@ import tomllib
 from pathlib import Path
 
 PYPROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
+COMMAND_ONLY = ("argcomplete", "onnx>")  # which an image of the service alone does not need
 
 
 def requirements(extras: list[str]) -> list[str]:
@@ -28,5 +30,7 @@ def lowest(requirement: str) -> str:
 
 
 if __name__ == "__main__":
-    wanted = requirements([word for word in sys.argv[1:] if word != "--lowest"])
+    wanted = requirements([word for word in sys.argv[1:] if not word.startswith("--")])
+    if "--image" in sys.argv:
+        wanted = [line for line in wanted if not line.startswith(COMMAND_ONLY)]
     print(*(map(lowest, wanted) if "--lowest" in sys.argv else wanted), sep="\n")

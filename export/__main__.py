@@ -6,23 +6,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from export import arguments
+from model.checkpoints.errors import INSTALL_HUB, INSTALL_TRAIN
 from service.core.bundle import Manifest
 from service.core.bundle_versions import next_version
 
 if TYPE_CHECKING:
-    from export.pipeline import ExportRequest
+    from export.drafts import ExportRequest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Export, and print each step. Returns the exit status."""
-    arguments.parser().parse_args(argv)  # help and bad arguments need no package of the extra
+    checkpoint = arguments.parser().parse_args(argv).checkpoint  # before slow imports
     try:
-        from export import pipeline
-        from export.comparison import compare_graphs
+        return export(argv)
     except ModuleNotFoundError as error:
-        extra = "install the extra train: pip install 'quartet-serving[train]'"
-        print(f"export: the package {error.name} is missing: {extra}", file=sys.stderr)
+        if error.name == "huggingface_hub":
+            reason = f"a name on the hub needs huggingface_hub: {INSTALL_HUB}"
+        else:
+            reason = f"a checkpoint needs {error.name}, an ONNX graph does not: {INSTALL_TRAIN}"
+        print(f"export: {checkpoint}: {reason}", file=sys.stderr)
         return 1
+
+
+def export(argv: Sequence[str] | None) -> int:
+    """Export as the command line describes it. Returns the exit status. Raises ModuleNotFoundError."""
+    from export import pipeline
+    from export.comparison import compare_graphs
+    from export.drafts import one_line
+
     try:
         request = read_request(argv)
         lines: list[str] = []
@@ -36,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(compare_graphs(request.out, agreement))
         print(summary(request.out, manifest))
     except pipeline.EXPECTED_ERRORS as error:
-        print(f"export: {pipeline.one_line(error)}", file=sys.stderr)
+        print(f"export: {one_line(error)}", file=sys.stderr)
         return 1
     return 0
 
@@ -44,15 +55,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def read_request(argv: Sequence[str] | None) -> "ExportRequest":
     """Return the export that the command line describes. Exits with status 2 for bad arguments."""
     from export import provenance
+    from export.drafts import ExportRequest
     from export.external.onnx_source import is_external
-    from export.pipeline import ExportRequest
     from model.checkpoints.hub_download import join_name
 
     parser = arguments.parser()
     options = parser.parse_args(argv)
-    onnx = options.onnx or is_external(options.checkpoint)
-    if onnx and options.revision:
-        parser.error("--revision: an ONNX graph is a local file")
+    source = join_name(options.checkpoint, options.revision)
+    onnx = options.onnx or is_external(source)
+    if options.revision and Path(options.checkpoint).exists():
+        parser.error(f"--revision: {options.checkpoint} is a local path")
     if onnx and options.precisions:
         parser.error("--precision: an ONNX graph keeps the precision of its weights; leave it out")
     if onnx and options.encoder:
@@ -71,7 +83,7 @@ def read_request(argv: Sequence[str] | None) -> "ExportRequest":
         number, out = next_version(out)
         version = str(number)
     return ExportRequest(
-        checkpoint=join_name(options.checkpoint, options.revision),
+        checkpoint=source,
         onnx=onnx,
         out=out,
         precisions=tuple(dict.fromkeys(precisions)),

@@ -9,7 +9,7 @@ T tokens, K inputs of a product
 
 import itertools
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ from onnx import helper
 
 from export import trace_graphs
 from export.passes.fold import fold
-from export.passes.graph_utils import TRUNK, is_trunk_product, replace_nodes
+from export.passes.graph_utils import TRUNK, WEIGHTS, is_trunk_product, replace_nodes
 from service.core.cpu import CPU
 from service.core.encode import Encoder, Window
 from service.core.packing import pack
@@ -76,22 +76,48 @@ def _made_texts(tokenizer: tokenizers.Tokenizer) -> Iterator[str]:
         yield pattern.format(*random.choice(words, pattern.count("{}")))
 
 
-def measure_inputs(model: onnx.ModelProto, windows: Sequence[Window]) -> dict[str, Floats]:
-    """Return the inputs [T, K] of the encoder's matrix products in a packed fp32 graph, by name."""
+class Inputs(Mapping[str, Floats]):
+    """Inputs [T, K] by name, each in a file, since those of a large encoder take gigabytes together."""
+
+    def __init__(self, folder: Path, widths: Mapping[str, int]) -> None:
+        self._widths = widths
+        self._files = {name: folder / f"inputs.{number}" for number, name in enumerate(widths)}
+        for file in self._files.values():
+            file.write_bytes(b"")
+
+    def __getitem__(self, name: str) -> Floats:
+        return np.fromfile(self._files[name], np.float32).reshape(-1, self._widths[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def add(self, name: str, rows: Floats) -> None:
+        """Append rows to the file of an input."""
+        with self._files[name].open("ab") as file:
+            rows.tofile(file)
+
+
+def measure_inputs(model: onnx.ModelProto, windows: Sequence[Window], folder: Path) -> Inputs:
+    """Return the inputs [T, K] of the encoder's matrix products in a packed fp32 graph, by name.
+
+    folder: for the files of the inputs
+    """
     measured = onnx.ModelProto()
     measured.CopyFrom(model)
     fold(measured)
-    names = sorted({n.input[0] for n in measured.graph.node if is_trunk_product(n, TRUNK)})
+    products = [n for n in measured.graph.node if is_trunk_product(n, TRUNK)]
+    shapes = {tensor.name: tensor.dims for tensor in measured.graph.initializer}
+    found = Inputs(folder, {n.input[0]: shapes[n.input[1]][1] for n in products})
     del measured.graph.output[:]
-    measured.graph.output.extend(map(helper.make_empty_tensor_value_info, names))
+    measured.graph.output.extend(map(helper.make_empty_tensor_value_info, found))
     replace_nodes(measured.graph, measured.graph.node)
     ordered = sorted(windows, key=len)
-    tokens = sum(map(len, ordered))
-    found: dict[str, Floats] = {}
-    end = 0
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "graph.onnx"
-        trace_graphs.save_sharing_weights({file: measured}, Path(scratch) / trace_graphs.WEIGHTS)
+        trace_graphs.save_sharing_weights({file: measured}, Path(scratch) / WEIGHTS)
         session = open_graph(file, CPU, SessionOptions(threads=0))
         inputs = [each.name for each in session.get_inputs()]
         for start in range(0, len(ordered), BATCH):
@@ -99,11 +125,8 @@ def measure_inputs(model: onnx.ModelProto, windows: Sequence[Window]) -> dict[st
             # The positions of masks, which no product of the encoder reads.
             feeds["positions"] = np.zeros(1, np.int64)
             feeds = {name: value for name, value in feeds.items() if name in inputs}
-            begin, end = end, end + len(feeds["input_ids"])
-            for name, rows in zip(names, session.run(names, feeds), strict=True):
-                if name not in found:
-                    found[name] = np.empty((tokens, rows.shape[1]), rows.dtype)
-                found[name][begin:end] = rows
+            for name, rows in zip(found, session.run([*found], feeds), strict=True):
+                found.add(name, rows)
     del session
     trim()
     return found

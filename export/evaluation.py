@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from export.verify import RunGraph
-from model.evaluate import Evaluation, judge
 from service.core.bundle import Head
 from service.core.encode import Encoder
+
+if TYPE_CHECKING:
+    from model.evaluate import Evaluation
 
 MAX_LOSS = 1.0  # points of the head's metric
 
@@ -29,21 +32,23 @@ def measure_head(
     show: called with the comparison of int8 and fp32 as a line of text
     Raises QualityError when int8 loses more than a point of the main metric, or changes too many answers.
     """
+    from model.evaluate import judge  # which imports torch and scikit-learn
+
     results = {precision: judge(run, encoder, head, name, file) for precision, run in runs.items()}
     if {"fp32", "int8"} <= set(results):
         _check_loss(name, results["fp32"], results["int8"], max_changed, show)
     return {precision: _points(result) for precision, result in results.items()}
 
 
-def _points(result: Evaluation) -> dict[str, float]:
+def _points(result: "Evaluation") -> dict[str, float]:
     shares = {key: value for key, value in result.metrics.items() if "threshold" not in key}
     return {key: round(100 * value, 2) for key, value in shares.items()}
 
 
 def _check_loss(
     name: str,
-    exact: Evaluation,
-    rounded: Evaluation,
+    exact: "Evaluation",
+    rounded: "Evaluation",
     max_changed: float,
     show: Callable[[str], None],
 ) -> None:

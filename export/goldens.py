@@ -1,16 +1,17 @@
 """Golden inputs: a few texts of every kind that a served model gets, with PyTorch's outputs for them."""
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from model.attention import PackedLayout
-from model.heads import EncoderWithHeads
 from service.core.bundle import Golden, Head, find_mask_token_id
 from service.core.encode import Encoder, Window, expand
 from service.core.packing import Packed, mask_positions, pack, row_starts, split
 from service.core.session import BatchOutputs
+
+if TYPE_CHECKING:
+    from model.heads import EncoderWithHeads
 
 TEXTS = (
     "The ferry to the island was late again, but nobody on the quay seemed to mind.",
@@ -65,8 +66,12 @@ def expanded_queries(encoder: Encoder, heads: Mapping[str, Head]) -> list[Window
     ]
 
 
-def torch_outputs(model: EncoderWithHeads, packed: Packed) -> BatchOutputs:
+def torch_outputs(model: "EncoderWithHeads", packed: Packed) -> BatchOutputs:
     """Compute every head's output with PyTorch in fp32, the reference of the graphs."""
+    import torch  # here, because goldens of an external graph need none
+
+    from model.attention import PackedLayout
+
     arrays = (packed.input_ids, packed.token_type_ids, packed.position_ids)
     inputs = (*map(torch.from_numpy, arrays), PackedLayout.of(packed.layout))
     number = find_mask_token_id(model.described)
@@ -88,14 +93,7 @@ def join_golden(encodings: Sequence[Window], outputs: Sequence[BatchOutputs]) ->
     return Golden(packed.input_ids, packed.token_type_ids, packed.lengths, joined)
 
 
-def make_golden(model: EncoderWithHeads, encodings: Sequence[Window]) -> Golden:
-    """Compute goldens with PyTorch, in one packed batch."""
-    packed = pack(encodings)
-    outputs = torch_outputs(model, packed)
-    return Golden(packed.input_ids, packed.token_type_ids, packed.lengths, outputs)
-
-
-def run_torch(model: EncoderWithHeads, encodings: Sequence[Window]) -> list[BatchOutputs]:
+def run_torch(model: "EncoderWithHeads", encodings: Sequence[Window]) -> list[BatchOutputs]:
     """Compute the outputs of each encoding with PyTorch, in one packed batch."""
     packed = pack(encodings)
     starts = row_starts(packed, model.described)

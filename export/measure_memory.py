@@ -18,12 +18,27 @@ from service.core import bundle
 from service.core.bundle import Bundle, Graph, Memory
 from service.core.cpu import CPU
 from service.core.encode import Window
-from service.core.packing import MOST_MASKS, pack, round_up
-from service.core.session import TRIAL, Session, SessionOptions, open_graph, trim
+from service.core.packing import MOST_MASKS, Packed, pack, round_up
+from service.core.session import (
+    RUNTIME_ERRORS,
+    TRIAL,
+    Session,
+    SessionOptions,
+    TimeLimit,
+    open_graph,
+    trim,
+)
 
 TOKENS = (1024, 4096, 16384)  # of the measured batches, rounded down to whole texts
-RUNS = 3  # of each batch
-BATCHES_S = 20.0  # no batch begins that is expected to end later, but for the first
+RUNS = 3  # of the smallest batch; larger ones run once
+# What the heap of the C library cannot reuse grows in later runs of a batch, by a quarter of the first peak at most.
+LATER_RUNS = 1.25
+BATCHES_S = (
+    10.0  # of the processor: no batch begins that is expected to end later, but for the first
+)
+# Of the expected time of the largest batch, after which its run is ended. Layers are equal, and so are their peaks.
+PART = 0.5
+LEAST_S = 0.5  # a batch that is expected to end earlier is run to its end
 TIMEOUT_S = 120
 STATUS = Path("/proc/self/status")
 RESET = Path("/proc/self/clear_refs")  # "5" resets VmHWM, see proc(5)
@@ -72,7 +87,6 @@ def measure_here(opened: Bundle, graph: Graph) -> Memory:
 def measure_batches(opened: Bundle, session: Session, with_session: int) -> dict[int, int]:
     """Run batches of the longest texts, small ones first; return the peaks above `with_session` in bytes, by tokens.
 
-    Each runs several times: what the C library cannot reuse of its heap differs from run to run by half of the peak.
     The largest batch needs less for each token than the others, since the C library maps blocks above 32 MB separately.
     An extrapolation from 4,096 to 16,384 tokens has been 1.8 times the measured value.
     """
@@ -82,20 +96,33 @@ def measure_batches(opened: Bundle, session: Session, with_session: int) -> dict
     if opened.manifest.mask_token_id is not None:
         window.input_ids[:MOST_MASKS] = opened.manifest.mask_token_id
     batches: dict[int, int] = {}
-    token_s = 0.0  # of the batch before
-    end = time.perf_counter() + BATCHES_S
-    for size in batch_sizes(length, session.graph.layout == "alone"):
-        if batches and time.perf_counter() + token_s * size * length > end:
+    wall = processor = 0.0  # seconds of a token in the batch before
+    end = time.thread_time() + BATCHES_S
+    smallest, *larger = batch_sizes(length, session.graph.layout == "alone")
+    for size in (*RUNS * [smallest], *larger):
+        tokens, part = size * length, PART if size == max(larger, default=0) else 1
+        if batches and time.thread_time() + part * processor * tokens > end:
             break
-        batch = pack([window] * size)
-        for _ in range(RUNS):
-            began = time.perf_counter()
-            session.run(batch)
-            token_s = (time.perf_counter() - began) / (size * length)
-            if time.perf_counter() + token_s * size * length > end:
-                break
-        batches[size * length] = round_up(max(read_status("VmHWM") - with_session, 0), ROUNDING)
+        began = time.perf_counter(), time.thread_time()
+        limit = max(part * wall * tokens, LEAST_S) if part < 1 else TIMEOUT_S
+        run_for(limit, session, pack([window] * size))
+        wall = (time.perf_counter() - began[0]) / tokens
+        processor = (time.thread_time() - began[1]) / tokens
+        peak = max(read_status("VmHWM") - with_session, 0)
+        grown = 1 if size == smallest else LATER_RUNS
+        batches[tokens] = round_up(int(grown * peak), ROUNDING)
     return batches
+
+
+def run_for(seconds: float, session: Session, batch: Packed) -> None:
+    """Run a batch, and end the run after this time; the session cannot run another batch then."""
+    with TimeLimit(seconds) as limit:
+        session.limit_runs(limit)
+        try:
+            session.run(batch)
+        except RUNTIME_ERRORS:
+            if not limit.over:
+                raise
 
 
 def batch_sizes(max_length: int, unbatched: bool) -> list[int]:

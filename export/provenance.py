@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from model.checkpoints.hub_download import commit_of, split_name
-from model.checkpoints.reader import read_teachers
 from model.data import checksums
 
 # The manifest has `weights_license` and `provenance`; `model_card.render` writes all of them.
@@ -32,6 +31,8 @@ def with_teachers(metadata: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
     Raises CheckpointError where the checkpoint's teachers are no list of names.
     """
+    from model.checkpoints.reader import read_teachers  # which imports torch
+
     teachers = read_teachers(folder)
     return {**metadata, "provenance": {"teachers": teachers, **metadata.get("provenance", {})}}
 

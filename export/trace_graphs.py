@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir
 import torch
 from onnx.external_data_helper import set_external_data
 from torch import Tensor, nn
@@ -20,14 +21,15 @@ from torch.export import Dim
 
 from export.passes import mask_free_attention
 from export.passes.fold import fold
+from export.passes.graph_utils import check_model, read_tensor
 from export.passes.joint_gather import join_gathers
 from model.attention import PackedLayout
-from model.heads import EncoderWithHeads, SentenceEmbedding
+from model.heads import EncoderWithHeads
 from service.core import bundle, packing
 
 OPSET = 20
-WEIGHTS = "weights.bin"
 ALIGNMENT = 4096  # page size: the runtime may then map the file instead of reading it
+LARGE = 2**16  # bytes; larger weights of a traced graph are not in the graph
 SMALL = 1024  # bytes; smaller tensors stay in the graph, where shape inference can see them
 
 PACKED_INPUTS = ["input_ids", "token_type_ids", "position_ids", "lengths", "unpack", "pack"]
@@ -84,29 +86,6 @@ class PackedCuda(nn.Module):
         return tuple(self.model(*inputs, positions=positions).values())
 
 
-class Pooling(nn.Module):
-    """Hidden states of `[T]` tokens with their layout -> one vector per sequence."""
-
-    def __init__(self, pooling: SentenceEmbedding) -> None:
-        super().__init__()
-        self.pooling = pooling
-
-    def forward(
-        self, hidden_states: Tensor, lengths: Tensor, unpack: Tensor, pack: Tensor
-    ) -> tuple[Tensor]:
-        return (self.pooling(hidden_states, PackedLayout(lengths, unpack, pack)),)
-
-
-def trace_pooling(pooling: SentenceEmbedding, width: int, head: bundle.Head) -> onnx.ModelProto:
-    """Trace a pooling with its dense layers: hidden states `[T, H]` and their layout -> `[B, D]`, named by the task."""
-    layout, token, batch, slot = _sample()
-    states: np.ndarray = np.zeros((len(layout.pack), width), dtype=np.float32)
-    arrays = [states, layout.lengths, layout.unpack, layout.pack]
-    dims = [{0: token}, {0: batch}, {0: batch, 1: slot}, {0: token}]
-    inputs = ["hidden_states", *PACKED_INPUTS[3:]]
-    return _trace(Pooling(pooling), arrays, dims, inputs, {head.task: head})
-
-
 def export_packed(model: EncoderWithHeads) -> onnx.ModelProto:
     """Trace the packed graph, and remove the mask of attention where possible.
 
@@ -117,15 +96,16 @@ def export_packed(model: EncoderWithHeads) -> onnx.ModelProto:
     return proto
 
 
-def trace_packed(model: EncoderWithHeads) -> onnx.ModelProto:
+def trace_packed(model: EncoderWithHeads, weights: Path | None = None) -> onnx.ModelProto:
     """Trace the packed graph: `com.microsoft.MultiHeadAttention` with key lengths, between two gathers.
 
+    weights: a file for the large weights, so that copies of the graph are small; None keeps them in the graph
     Raises ValueError for a head with the name of an input.
     """
     layout, token, batch, slot = _sample()
     arrays = [*_tokens(layout), layout.unpack, layout.pack]
     dims = [{0: token}] * 3 + [{0: batch}, {0: batch, 1: slot}, {0: token}]
-    return _trace(PackedGraph(model), arrays, dims, PACKED_INPUTS, model.described)
+    return _trace(PackedGraph(model), arrays, dims, PACKED_INPUTS, model.described, weights)
 
 
 def export_cuda(model: EncoderWithHeads) -> onnx.ModelProto:
@@ -162,6 +142,7 @@ def _trace(
     dims: list[dict[int, Dim]],
     inputs: list[str],
     heads: Mapping[str, bundle.Head],
+    weights: Path | None = None,
 ) -> onnx.ModelProto:
     outputs = [*heads]
     _check_names(outputs)
@@ -183,7 +164,23 @@ def _trace(
             verbose=False,
         )
     assert program is not None
+    if weights is not None:
+        move_weights(program.model, weights)
     return _tidy(program.model_proto, outputs)
+
+
+def move_weights(model: onnx_ir.Model, file: Path) -> None:
+    """Write the large weights of a traced graph to a file, whose place and path the graph then has."""
+    with file.open("wb") as opened:
+        for value in model.graph.initializers.values():
+            tensor = value.const_value
+            if tensor is None or tensor.nbytes < LARGE:
+                continue
+            offset = opened.tell()
+            tensor.numpy().tofile(opened)
+            place = (file, offset, tensor.nbytes, tensor.dtype)
+            shape = onnx_ir.Shape(tensor.shape.numpy())
+            value.const_value = onnx_ir.ExternalTensor(*place, shape=shape, name=str(value.name))
 
 
 def _check_names(heads: Iterable[str]) -> None:
@@ -208,7 +205,7 @@ def _tidy(proto: onnx.ModelProto, outputs: list[str]) -> onnx.ModelProto:
     del proto.graph.metadata_props[:]
     fold(proto)
     join_gathers(proto)
-    onnx.checker.check_model(proto)
+    check_model(proto)
     return proto
 
 
@@ -221,13 +218,14 @@ def save_sharing_weights(graphs: dict[Path, onnx.ModelProto], weights: Path) -> 
     with weights.open("wb") as file:
         for proto in graphs.values():
             for tensor in proto.graph.initializer:
-                raw = tensor.raw_data
+                raw = read_tensor(tensor).tobytes()
                 if len(raw) >= SMALL and not tensor.name.startswith(mask_free_attention.PREFIX):
                     key = hashlib.sha256(raw).digest()
                     if key not in offsets:
                         file.write(b"\0" * (-file.tell() % ALIGNMENT))
                         offsets[key] = file.tell()
                         file.write(raw)
+                    tensor.raw_data = b""  # without the field, the next function refuses
                     set_external_data(tensor, weights.name, offsets[key], len(raw))
                     tensor.ClearField("raw_data")
     for path, proto in graphs.items():

@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from export import calibration, verify
-from model.evaluate import run_sorted
+from export import verify
 from service.core import decode
 from service.core.bundle import PROMPT_NAMES, Bundle, Head, Ranges
 from service.core.cpu import CPU
@@ -35,6 +34,8 @@ def add_ranges(
     """
     if file is None:
         return draft
+    from export import calibration  # which imports torch
+
     texts = calibration.read_texts(file)
     if len(texts) < FEWEST:
         raise ValueError(
@@ -93,6 +94,8 @@ def _prompts(head: Head) -> list[str]:
 def _outputs(
     run: verify.RunGraph, encoder: Encoder, name: str, prompt: str, texts: Sequence[str]
 ) -> list[NDArray[np.float32]]:
+    from model.evaluate import run_sorted  # which imports torch and scikit-learn
+
     encoded = encoder.texts([prompt + text for text in texts])
     return [output[name] for output in run_sorted(run, [item.windows[0] for item in encoded])]
 

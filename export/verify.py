@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from export.cuda_emulator import emulated
 from service.core.bundle import Bundle, Graph, Head, cosine, deviation
 from service.core.cpu import CPU
 from service.core.cuda import CUDA
@@ -41,6 +40,8 @@ class Agreement:
 def graph_runner(bundle: Bundle, graph: Graph, threads: int) -> RunGraph:
     """Return a function that runs a graph on the CPU, as serving does; a graph for CUDA is emulated."""
     if graph.provider not in CPU.graphs:
+        from export.cuda_emulator import emulated  # which imports torch
+
         mask_token_id = bundle.manifest.mask_token_id
         return _runner(bundle, emulated(bundle.file(graph.file), mask_token_id))
     return _runner(bundle, Session(bundle, graph, CPU, SessionOptions(threads)).run)

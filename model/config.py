@@ -12,6 +12,15 @@ from typing import Any, ClassVar, Self, get_type_hints
 MOST_LAYERS = 1000
 MOST = 10**9  # of all other integers
 
+# The end of the hub's class names, by task.
+SUFFIXES = {
+    "classification": "ForSequenceClassification",
+    "ner": "ForTokenClassification",
+    "qa": "ForQuestionAnswering",
+    "fill-mask": "ForMaskedLM",
+    "embedding": "Model",
+}
+
 
 @dataclass(frozen=True)
 class BertConfig:

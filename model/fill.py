@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from model.checkpoints import reader
-from model.checkpoints.hub_names import CheckpointError
+from model.checkpoints.errors import CheckpointError
 from model.checkpoints.tokenizer_files import read_tokenizer
 from model.data import examples
 from model.families.registry import family_of

@@ -26,7 +26,7 @@ import torch
 
 from model import config, dev_report, evaluate
 from model.checkpoints import reader, writer
-from model.checkpoints.hub_names import CheckpointError
+from model.checkpoints.errors import CheckpointError
 from model.checkpoints.source import tokenizer_file as own_tokenizer
 from model.data import examples, head_rows
 from model.data.held_out import hold_out

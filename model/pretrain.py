@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from model import cloze_examples, config
 from model.checkpoints import reader, writer
-from model.checkpoints.hub_names import CheckpointError
-from model.checkpoints.source import read_tokenizer
+from model.checkpoints.errors import CheckpointError
+from model.checkpoints.source_files import read_tokenizer
 from model.checkpoints.tokenizer_files import has_tokenizer
 from model.data import corpus, pretraining_batches
 from model.data.pretraining_batches import PretrainingBatch, Sampler, Samples, Specials

@@ -172,12 +172,16 @@ def hub_source(model: str, revision: str) -> Source:
     if not commit:
         try:
             commit = hub_commit(model, revision)
+        except ModuleNotFoundError as error:
+            reason = f'{error.name} is not installed: pip install "quartet-serving[hub]"'
+            commit = last_commit(model, revision)
         except Exception as error:  # the hub client's many errors mean one thing here
             reason = " ".join(str(error).split()) or type(error).__name__
             commit = last_commit(model, revision)
     if not commit:
         raise SourceError(
-            f"{model}: no bundle, file or directory of this name, and the hub does not provide it: {reason}"
+            f"{model}: no bundle, file or directory has this name, and the hub does not provide it ({reason}): "
+            "correct the name; on a machine without a network, serve a file of quartet pull --to"
         )
     if reason:
         print(f"quartet: {model}: commit {commit} of the cache, because {reason}", file=sys.stderr)

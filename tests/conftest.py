@@ -95,12 +95,12 @@ def _shared_traces(built_once: "BuiltOnce") -> Iterator[None]:
 
 
 def share_traces(trace: Callable[..., "onnx.ModelProto"], built_once: "BuiltOnce") -> Any:
-    """Return a tracer that reads the graph from a file if a worker has traced an equal module."""
+    """Return a tracer that reads the graph, with its weights, if a worker has traced an equal module."""
     import onnx
 
     def shared(module: Any, *arguments: Any) -> onnx.ModelProto:
         def build(path: Path) -> None:
-            onnx.save(trace(module, *arguments), path)
+            onnx.save(trace(module, *arguments[:4]), path)
 
         return onnx.load(built_once(f"traces/{hash_module(module)}", build))
 

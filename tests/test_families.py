@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from export import cuda_emulator
 from export.goldens import torch_outputs
 from model.checkpoints import reader, writer
-from model.checkpoints.hub_names import CheckpointError
+from model.checkpoints.errors import CheckpointError
 from model.families.registry import FAMILIES, family_of
 from model.heads import EncoderWithHeads, Pretraining, losses_of, make_pretraining
 from model.tokenizer import train

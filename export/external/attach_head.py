@@ -15,13 +15,21 @@ import onnx
 from onnx import NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper, version_converter
 from onnx.compose import add_prefix
 
-from export import trace_graphs
 from export.external.onnx_source import Recipe
-from export.passes.portable import make_portable
-from export.trace_graphs import WEIGHTS
-from model.checkpoints.hub_names import CheckpointError
+from export.passes.graph_utils import WEIGHTS
+from model.checkpoints.errors import CheckpointError
 from service.core import bundle
 
+POOLING = "pooling."  # of all names of a pooling
+CONSTANTS = {
+    "axis": np.array([1]),
+    "column": np.array([0, 0, 1]),
+    "zero": np.array(0),
+    "second": np.array(1),
+    "one": np.array(1, np.float32),
+    "least": np.array(np.finfo(np.float32).max),
+}
+AXES_AS_INPUT = 18  # the opset from which on ReduceMax has them so
 PREFIX = "given."  # of all original names, so that appended values cannot collide with them
 POOLING_OPSET = 16  # the oldest that the nodes of a pooling can be converted to
 POOLING_IR = 8  # the format of that opset
@@ -80,7 +88,7 @@ def append_head(proto: onnx.ModelProto, recipe: Recipe) -> None:
 
     The opset of a graph with pooling is raised where the nodes of the pooling need it.
     """
-    if recipe.pooling is not None and opset_of(proto) < POOLING_OPSET:
+    if recipe.pooling and opset_of(proto) < POOLING_OPSET:
         proto.CopyFrom(version_converter.convert_version(proto, POOLING_OPSET))
         proto.ir_version = max(proto.ir_version, POOLING_IR)
     add_prefix(proto, PREFIX, rename_inputs=False, rename_functions=False, inplace=True)
@@ -90,7 +98,7 @@ def append_head(proto: onnx.ModelProto, recipe: Recipe) -> None:
         helper.make_node("Cast", [f"{PREFIX}{name}"], [output], to=TensorProto.FLOAT)
         for name, output in zip(recipe.outputs, outputs, strict=True)
     )
-    if recipe.pooling is not None:
+    if recipe.pooling:
         _append_pooling(proto, outputs[0], recipe)
     elif len(outputs) == 1:
         graph.node.append(helper.make_node("Identity", outputs, [task]))
@@ -113,17 +121,67 @@ def _stack(values: Sequence[str], output: str) -> Iterator[NodeProto]:
 
 
 def _append_pooling(proto: onnx.ModelProto, states: str, recipe: Recipe) -> None:
-    """Append the traced pooling of states, `[B, S, H]` -> `[B, D]`."""
-    assert recipe.pooling is not None
-    traced = trace_graphs.trace_pooling(recipe.pooling, recipe.width, recipe.head)
-    head = version_converter.convert_version(make_portable(traced), opset_of(proto)).graph
-    graph, shape = proto.graph, f"{states}.shape"
-    flat = helper.make_node("Reshape", [states, shape], ["hidden_states"])
-    graph.node.extend([flat, *head.node])
-    rows = numpy_helper.from_array(np.array([-1, recipe.width]), shape)
-    graph.initializer.extend([rows, *head.initializer])
+    """Append poolings of states with the dense layers after them, `[B, S, H]` -> `[B, D]`."""
+    graph = proto.graph
     if "attention_mask" not in {value.name for value in graph.input}:
         graph.input.append(_like(graph.input, "attention_mask"))
+    graph.node.append(helper.make_node("Identity", [states], [f"{POOLING}states"]))
+    graph.node.append(helper.make_node("Identity", ["attention_mask"], [f"{POOLING}mask"]))
+    constants: dict[str, Any] = dict(CONSTANTS)
+    by_attribute = opset_of(proto) < AXES_AS_INPUT
+    graph.node.extend(_modes(recipe.pooling, by_attribute=by_attribute))
+    graph.node.append(_node("dense0", "Concat", *recipe.pooling, axis=1))
+    for number, layer in enumerate(recipe.dense):
+        own = {f"weight{number}": layer.weight, f"bias{number}": layer.bias}
+        own = {name: value for name, value in own.items() if value is not None}
+        constants |= own
+        graph.node.append(_node(f"linear{number}", "Gemm", f"dense{number}", *own, transB=1))
+        activation = "Tanh" if layer.tanh else "Identity"
+        graph.node.append(_node(f"dense{number + 1}", activation, f"linear{number}"))
+    vector = f"{POOLING}dense{len(recipe.dense)}"
+    graph.node.append(helper.make_node("Identity", [vector], [recipe.head.task]))
+    graph.initializer.extend(
+        numpy_helper.from_array(value, f"{POOLING}{name}") for name, value in constants.items()
+    )
+
+
+def _modes(modes: Sequence[str], *, by_attribute: bool) -> Iterator[NodeProto]:
+    """Yield the nodes of poolings, `[B, S, H]` -> `[B, H]` named by the mode. by_attribute: the axes of ReduceMax"""
+    yield _node("slots", "Reshape", "mask", "column")
+    yield _node("real", "Cast", "slots", to=TensorProto.FLOAT)  # [B, S, 1]
+    if "cls" in modes:
+        yield _node("cls", "Gather", "states", "zero", axis=1)
+    if "lasttoken" in modes:
+        yield _node("lengths", "ReduceSum", "mask", "axis")
+        yield _node("last", "Sub", "lengths", "axis")  # [B, 1]
+        yield _node("lasttoken", "GatherND", "states", "last", batch_dims=1)
+    if "max" in modes:
+        yield _node("absent", "Sub", "real", "one")
+        yield _node("lowering", "Mul", "absent", "least")
+        yield _node("lowered", "Add", "states", "lowering")
+        axes = {"axes": [1]} if by_attribute else {}
+        inputs = ["lowered"] if by_attribute else ["lowered", "axis"]
+        yield _node("max", "ReduceMax", *inputs, keepdims=0, **axes)
+    if {"mean", "mean_sqrt_len_tokens"} & {*modes}:
+        yield _node("masked", "Mul", "states", "real")
+        yield _node("sum", "ReduceSum", "masked", "axis", keepdims=0)
+        yield _node("count", "ReduceSum", "real", "axis", keepdims=0)  # [B, 1]
+        yield _node("mean", "Div", "sum", "count")
+        yield _node("root", "Sqrt", "count")
+        yield _node("mean_sqrt_len_tokens", "Div", "sum", "root")
+    if "weightedmean" in modes:
+        yield _node("places", "CumSum", "real", "second")
+        yield _node("weights", "Mul", "places", "real")
+        yield _node("weighted", "Mul", "states", "weights")
+        yield _node("total", "ReduceSum", "weighted", "axis", keepdims=0)
+        yield _node("weight", "ReduceSum", "weights", "axis", keepdims=0)
+        yield _node("weightedmean", "Div", "total", "weight")
+
+
+def _node(output: str, operator: str, *inputs: str, **attributes: Any) -> NodeProto:
+    """Return a node of a pooling, whose values are named without their prefix."""
+    names = [f"{POOLING}{name}" for name in inputs]
+    return helper.make_node(operator, names, [f"{POOLING}{output}"], **attributes)
 
 
 def _like(inputs: Sequence[ValueInfoProto], name: str) -> ValueInfoProto:

@@ -8,16 +8,15 @@ n tokens of one input, C labels, H hidden, D numbers of a vector
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from importlib.util import find_spec
+from pathlib import Path, PurePosixPath
 from typing import Any, get_args
 
 import numpy as np
 import tokenizers
-import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
-from model.attention import PackedLayout
+from model.checkpoints.errors import CheckpointError
 from model.checkpoints.head_config import (
     Pooling,
     describe_head,
@@ -25,7 +24,7 @@ from model.checkpoints.head_config import (
     read_pooling,
     read_retrieval_fields,
 )
-from model.checkpoints.hub_names import CheckpointError
+from model.checkpoints.hub_download import PLACES, choose_graphs, download_graph, list_files
 from model.checkpoints.json_files import read_json
 from model.checkpoints.sentence_config import (
     SENTENCE,
@@ -33,19 +32,23 @@ from model.checkpoints.sentence_config import (
     is_multi_vector,
     read_module_list,
 )
-from model.checkpoints.source import read_declared_length, read_modules, read_tokenizer
+from model.checkpoints.source_files import (
+    EXPECTED,
+    ORDER,
+    read_declared_length,
+    read_modules,
+    read_route,
+    read_tokenizer,
+)
 from model.checkpoints.tokenizer_files import MAX_LENGTH, check_rows
 from model.checkpoints.weight_files import WEIGHT_FILES
-from model.families.spec import SUFFIXES
-from model.heads import SentenceEmbedding
-from model.pooling import POOLINGS
+from model.config import SUFFIXES
 from service.core.bundle import Head, PoolingMode, Task, cosine
 from service.core.cpu import CPU
 from service.core.encode import Window
-from service.core.packing import make_layout, pack
+from service.core.packing import pack
 from service.core.session import SessionOptions, open_graph, padded_feeds
 
-PLACES = ("model.onnx", "onnx/model.onnx")  # a graph here is taken, whatever other graphs there are
 INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 LOGITS = {"classification": ("logits",), "ner": ("logits",), "qa": ("start_logits", "end_logits")}
 TOKENS = ("last_hidden_state", "token_embeddings")
@@ -71,6 +74,7 @@ SAME_POOLING = 0.9999  # cosine of vectors with the same pooling: rounding costs
 
 # A graph's own outputs for one input, by name: a batch of one.
 RawOutputs = Mapping[str, NDArray[Any]]
+Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -86,52 +90,92 @@ class ExternalModel:
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """The computation of a head from a graph's own outputs: their names, and a pooling with its dense layers.
+class Dense:
+    """A layer after the pooling: x @ weight.T + bias, then tanh or not. weight: [N, K]; bias: [N], or None"""
 
+    weight: Floats
+    bias: Floats | None
+    tanh: bool
+
+    def apply(self, values: Floats) -> Floats:
+        """Compute `[K]` -> `[N]`."""
+        result = self.weight @ values + (0 if self.bias is None else self.bias)
+        return np.tanh(result) if self.tanh else result
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The computation of a head from a graph's own outputs: their names, and poolings with the dense layers after them.
+
+    pooling: modes, whose vectors are joined; none where the outputs are the head's
     width: H, of the hidden states that are pooled
     """
 
     head: Head
     outputs: tuple[str, ...]
-    pooling: SentenceEmbedding | None = None
+    pooling: tuple[str, ...] = ()
+    dense: tuple[Dense, ...] = ()
     width: int = 0
 
-    def apply(self, raw: RawOutputs) -> NDArray[np.float32]:
+    def apply(self, raw: RawOutputs) -> Floats:
         """Return the head's output for one input: `[C]`, `[n, C]`, `[n, 2]` or `[D]`."""
         values = [raw[name][0].astype(np.float32) for name in self.outputs]
         value = values[0] if len(values) == 1 else np.stack(values, axis=-1)
-        return value if self.pooling is None else pool(value, self.pooling)
+        if self.pooling:
+            value = np.concatenate([POOLINGS[mode](value) for mode in self.pooling])
+        for layer in self.dense:
+            value = layer.apply(value)
+        return value
 
 
-def pool(
-    states: NDArray[np.float32], pooling: Callable[[Tensor, PackedLayout], Tensor]
-) -> NDArray[np.float32]:
-    """Pool the hidden states of one input, `[n, H]` -> `[D]`."""
-    layout = PackedLayout.of(make_layout([len(states)]))
-    with torch.no_grad():
-        pooled: NDArray[np.float32] = pooling(torch.from_numpy(states), layout)[0].numpy()
-    return pooled
+def _weighted_mean(states: Floats) -> Floats:
+    return np.average(states, axis=0, weights=np.arange(1, len(states) + 1)).astype(np.float32)
+
+
+# From the hidden states of one input, [n, H], to a vector [H].
+POOLINGS: Mapping[str, Callable[[Floats], Floats]] = {
+    "mean": lambda states: states.mean(axis=0),
+    "cls": lambda states: states[0],
+    "max": lambda states: states.max(axis=0),
+    "lasttoken": lambda states: states[-1],
+    "weightedmean": _weighted_mean,
+    "mean_sqrt_len_tokens": lambda states: states.sum(axis=0) / np.float32(len(states) ** 0.5),
+}
 
 
 # -- reading ------------------------------------------------------------------------------------------------------
 
 
 def is_external(source: str) -> bool:
-    """Return whether a path is an ONNX graph, or a directory that has graphs and no weights of a checkpoint."""
+    """Return whether a source is an ONNX graph, or has graphs and no weights that can be read.
+
+    Without torch, weights of a checkpoint cannot be read.
+
+    source: a path, or NAME or NAME@REVISION on the hub
+    """
     path = Path(source)
     if path.is_file():
         return path.suffix == ".onnx"
-    encoder = encoder_folder(path)
-    return bool(_graphs(path)) and not any((encoder / name).is_file() for name in WEIGHT_FILES)
+    if path.is_dir():
+        encoder = encoder_folder(path)
+        has_weights = any((encoder / name).is_file() for name in WEIGHT_FILES)
+        has_graphs = bool(_graphs(path))
+    elif source.startswith("package:"):
+        return False
+    else:
+        files = list_files(source)
+        has_weights = any(PurePosixPath(file).name in WEIGHT_FILES for file in files)
+        has_graphs = bool(choose_graphs(files))
+    return has_graphs and not (has_weights and find_spec("torch"))
 
 
 def read_external(name: str | Path, task: Task | None = None) -> ExternalModel:
-    """Read a directory, or the directory of a graph. Raises CheckpointError naming what cannot be served.
+    """Read a directory, the directory of a graph, or a name on the hub. Raises CheckpointError with the reason.
 
     task: of the graph, where `architectures` in `config.json` does not name it
     """
-    folder, graph = _find(Path(name))
+    path = Path(name)
+    folder, graph = _find(path if path.exists() else download_graph(str(name)))
     config = read_json(folder / "config.json")
     if config.get("is_decoder") or config.get("add_cross_attention"):
         raise CheckpointError(f"{folder}: a decoder cannot be served")
@@ -163,9 +207,10 @@ def _find(path: Path) -> tuple[Path, Path]:
 
 
 def _graphs(folder: Path) -> list[Path]:
-    """Return the graph in the first of PLACES, else all graphs in the directory and in its `onnx`."""
-    usual = [folder / place for place in PLACES if (folder / place).is_file()]
-    return usual[:1] or sorted([*folder.glob("*.onnx"), *folder.glob("onnx/*.onnx")])
+    files = [*folder.glob("*.onnx"), *folder.glob("onnx/*.onnx")]
+    return [
+        folder / file for file in choose_graphs([f.relative_to(folder).as_posix() for f in files])
+    ]
 
 
 def _task(folder: Path, config: Mapping[str, Any], task: Task | None) -> str:
@@ -316,14 +361,13 @@ def _embedding(
         length = () if pooled else (len(encoding),)
         rows = "[1, numbers]" if pooled else "[1, tokens, numbers]"
         _check_shape(external, name, own[name], (1, *length, *width), rows)
-    widths = [layer.out_features for layer in dense if isinstance(layer, nn.Linear)]
+    widths = [len(layer.weight) for layer in dense]
     vector = width[0] * max(1, len(applied))
     fields = {"pooling": pooling, "dimensions": [vector, *widths][-1]}
     fields |= {} if normalize is None else {"normalize": normalize}
     fields |= read_retrieval_fields(external.folder, *_pooling_folders(external.folder))
     head = describe_head("embedding", external.config, external.folder, **fields)
-    pooler = SentenceEmbedding(applied, nn.Sequential(*dense)) if applied else None
-    return Recipe(head, (name,), pooler, width[0])
+    return Recipe(head, (name,), applied, tuple(dense), width[0])
 
 
 def _pooling_folders(folder: Path) -> list[Path]:
@@ -332,19 +376,28 @@ def _pooling_folders(folder: Path) -> list[Path]:
     return [folder / "1_Pooling"] if (folder / "1_Pooling").is_dir() else []
 
 
-def _read_pooling(folder: Path) -> tuple[Pooling | None, bool | None, tuple[nn.Module, ...]]:
+def _read_pooling(folder: Path) -> tuple[Pooling | None, bool | None, Sequence[Dense]]:
     """Return the declared pooling and normalization, each None if not declared, and the dense layers between."""
     if (folder / "modules.json").is_file():
-        return read_modules(folder)
+        pooling, normalize, dense = read_route(folder, read_modules(folder, ORDER, EXPECTED))
+        return pooling, normalize, [_read_dense(path) for path in dense]
     declared = read_pooling(folder / "1_Pooling") if (folder / "1_Pooling").is_dir() else None
     return declared, None, ()
+
+
+def _read_dense(path: Path) -> Dense:
+    from model.checkpoints.source import read_dense  # which reads weights with torch
+
+    linear, activation = read_dense(path)
+    weight, *bias = (tensor.detach().numpy() for tensor in linear.parameters())
+    return Dense(weight, bias[0] if bias else None, type(activation).__name__ == "Tanh")
 
 
 def _detect_pooling(raw: RawOutputs, name: str, tokens: str | None) -> str:
     """Return the pooling of the graph's vectors, from its outputs per token; "none" where it cannot be detected."""
     theirs = raw[name][0].astype(np.float32)
     for pooling in get_args(PoolingMode) if tokens else ():
-        ours = pool(raw[str(tokens)][0].astype(np.float32), POOLINGS[pooling])
+        ours = POOLINGS[pooling](raw[str(tokens)][0].astype(np.float32))
         if ours.shape == theirs.shape and cosine(ours, theirs) > SAME_POOLING:
             return str(pooling)
     return "none"

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from export.passes.graph_utils import replace_nodes, takes_words
+from export.passes.graph_utils import read_tensor, replace_nodes, takes_words
 from service.core.session import ort
 
 LARGE = 4096  # numbers
@@ -51,8 +51,11 @@ def _computed(
 ) -> list[onnx.TensorProto]:
     """Run nodes without inputs, and return their outputs of these names."""
     outputs = [helper.make_empty_tensor_value_info(name) for name in names]
+    read = _named(nodes, outputs=False)
     used = [
-        tensor for tensor in model.graph.initializer if tensor.name in _named(nodes, outputs=False)
+        numpy_helper.from_array(read_tensor(tensor), tensor.name)
+        for tensor in model.graph.initializer
+        if tensor.name in read
     ]
     part = helper.make_graph(nodes, "fixed", [], outputs, used)
     folded = helper.make_model(part, opset_imports=model.opset_import, ir_version=model.ir_version)

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import NodeProto, numpy_helper
+from onnx import NodeProto, TensorProto, helper, numpy_helper
 
+WEIGHTS = "weights.bin"  # the file of the large weights of a bundle's graphs
 WORDS = "embeddings.word.weight"  # the end of the name of the word embeddings
 TRUNK = "encoder.layers"  # a part of the names of the layers' weights
 
@@ -39,6 +40,34 @@ def takes_words(node: NodeProto) -> bool:
     return node.op_type == "Slice" and node.input[0].endswith(WORDS)
 
 
+def read_tensor(tensor: TensorProto) -> NDArray[Any]:
+    """Return a tensor's numbers: its own, or those at its place in the file of `trace_graphs.move_weights`."""
+    if tensor.data_location != TensorProto.EXTERNAL:
+        return numpy_helper.to_array(tensor)
+    place = {entry.key: entry.value for entry in tensor.external_data}
+    kind = helper.tensor_dtype_to_np_dtype(tensor.data_type)
+    count, offset = int(np.prod(tensor.dims)), int(place["offset"])
+    return np.fromfile(place["location"], kind, count, offset=offset).reshape(tensor.dims)
+
+
+def embed_weights(model: onnx.ModelProto) -> None:
+    """Move the weights of a file into the graph."""
+    for tensor in model.graph.initializer:
+        if tensor.data_location == TensorProto.EXTERNAL:
+            tensor.CopyFrom(numpy_helper.from_array(read_tensor(tensor), tensor.name))
+
+
+def check_model(model: onnx.ModelProto) -> None:
+    """Check a graph with ONNX's checker, which cannot read weights outside the graph: they are empty."""
+    checked = onnx.ModelProto()
+    checked.CopyFrom(model)
+    for tensor in checked.graph.initializer:
+        if tensor.data_location == TensorProto.EXTERNAL:
+            empty = np.zeros(0, helper.tensor_dtype_to_np_dtype(tensor.data_type))
+            tensor.CopyFrom(numpy_helper.from_array(empty, tensor.name))
+    onnx.checker.check_model(checked)
+
+
 class Weights:
     """The weights of a graph, by name. Equal names are equal weights: a name that exists is not added again.
 
@@ -54,10 +83,10 @@ class Weights:
         return name in self._tensors
 
     def __getitem__(self, name: str) -> NDArray[Any]:
-        return numpy_helper.to_array(self._tensors[name])
+        return read_tensor(self._tensors[name])
 
     def floats(self, name: str) -> NDArray[np.float32]:
-        return self[name].astype(np.float32)
+        return self[name].astype(np.float32, copy=False)
 
     def add(self, name: str, value: NDArray[Any] | np.generic) -> str:
         """Add a weight, and return its name."""

@@ -24,6 +24,7 @@ from export.passes.graph_utils import (
     WORDS,
     Weights,
     attribute,
+    check_model,
     is_trunk_product,
     replace_nodes,
     takes_words,
@@ -88,7 +89,7 @@ def quantize(
         for node in _zero_points(point, _shared_zero_points(point), "input_ids")
     ]
     replace_nodes(graph, [*points, *nodes])
-    onnx.checker.check_model(quantized)
+    check_model(quantized)
     return quantized
 
 

@@ -9,6 +9,7 @@ N outputs, K inputs, T tokens
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.linalg import lapack
 
 LEVELS = 127  # the largest rounded weight
 PAIR = 128  # the largest sum of two neighboring weights of one sign
@@ -48,24 +49,24 @@ def compensated(weight: Floats, scales: Floats, inputs: Floats) -> NDArray[np.in
     correlated (Frantar et al. 2022, GPTQ). Two weights of a pair keep to their largest sum.
     """
     factor = _inverse_factor(inputs)
-    exact = weight.astype(np.float64) / scales[:, None].astype(np.float64)
+    # [K, N], so that a column of the weight is contiguous
+    exact = np.ascontiguousarray((weight / scales[:, None]).T, dtype=np.float64)
     rounded = np.zeros_like(exact)
-    for start in range(0, exact.shape[1], BLOCK):
-        block = slice(start, min(start + BLOCK, exact.shape[1]))
-        errors = np.zeros((len(exact), block.stop - start))
+    for start in range(0, len(exact), BLOCK):
+        block = slice(start, min(start + BLOCK, len(exact)))
+        errors = np.zeros((block.stop - start, exact.shape[1]))
         for column in range(start, block.stop):
-            least = np.full(len(exact), -LEVELS, np.float64)
-            most = -least
+            least, most = -float(LEVELS), float(LEVELS)
             if column % 2:
-                before = rounded[:, column - 1]
+                before = rounded[column - 1]
                 most = np.minimum(most, PAIR - np.maximum(before, 0))
                 least = np.maximum(least, -PAIR - np.minimum(before, 0))
-            rounded[:, column] = np.clip(np.rint(exact[:, column]), least, most)
-            error = (exact[:, column] - rounded[:, column]) / factor[column, column]
-            errors[:, column - start] = error
-            exact[:, column : block.stop] -= np.outer(error, factor[column, column : block.stop])
-        exact[:, block.stop :] -= errors @ factor[block, block.stop :]
-    return np.asarray(rounded, dtype=np.int8)
+            rounded[column] = np.clip(np.rint(exact[column]), least, most)
+            error = (exact[column] - rounded[column]) / factor[column, column]
+            errors[column - start] = error
+            exact[column : block.stop] -= np.outer(factor[column, column : block.stop], error)
+        exact[block.stop :] -= factor[block, block.stop :].T @ errors
+    return np.ascontiguousarray(rounded.T, dtype=np.int8)
 
 
 def _inverse_factor(inputs: Floats) -> Doubles:
@@ -73,5 +74,7 @@ def _inverse_factor(inputs: Floats) -> Doubles:
     squares = (inputs.T @ inputs / np.float32(len(inputs))).astype(np.float64)
     damping = DAMPING * max(float(np.mean(np.diag(squares))), TINY)
     squares[np.diag_indices_from(squares)] += damping
-    lower = np.linalg.cholesky(squares[::-1, ::-1])
-    return np.asarray(np.linalg.inv(lower)[::-1, ::-1])
+    # The reversed matrix is upper.T @ upper; the inverse of its lower factor, reversed again, is upper.
+    upper, _ = lapack.dpotrf(np.asfortranarray(squares[::-1, ::-1]), overwrite_a=1)
+    inverse, _ = lapack.dtrtri(upper, overwrite_c=1)
+    return np.asarray(inverse.T[::-1, ::-1])

@@ -20,30 +20,32 @@ Channels = NDArray[np.intp]
 
 def row_scales(x: Floats, zero_point: int, most: int = MOST) -> Floats:
     """Return the scale of each row of x, [T, 1], with which the row fits in numbers from 0 to `most`."""
-    above = x.max(axis=1, keepdims=True) / np.float32(most - zero_point)
-    below = x.min(axis=1, keepdims=True) / np.float32(-zero_point)
-    return np.asarray(np.maximum(np.maximum(above, below), TINY), dtype=np.float32)
+    return _scales(x.max(axis=1, keepdims=True), x.min(axis=1, keepdims=True), zero_point, most)
 
 
 def best_zero_point(x: Floats) -> int:
     """Return the zero point with which the scales of the rows of x, [T, K], have the smallest mean square."""
-    return min(ZERO_POINTS, key=lambda point: _mean_square(x, point))
+    ends = x.max(axis=1), x.min(axis=1)
+    return min(ZERO_POINTS, key=lambda point: float(np.mean(_scales(*ends, point) ** 2)))
 
 
 def choose_outliers(x: Floats) -> Channels:
     """Return the sorted channels without which the row scales of x, [T, K], are smallest; none if they gain little."""
     zero_point = best_zero_point(x)
-    left = x.copy()
+    steps = np.maximum(x / np.float32(MOST - zero_point), x / np.float32(-zero_point))
+    rows = np.arange(len(x))
     chosen: set[int] = set()
     for _ in range(OUTLIERS):
-        steps = np.maximum(left / np.float32(MOST - zero_point), left / np.float32(-zero_point))
-        second, first = np.partition(steps, -2, axis=1)[:, -2:].T
-        gains = np.bincount(steps.argmax(axis=1), first**2 - second**2, minlength=x.shape[1])
+        largest = steps.argmax(axis=1)
+        first = steps[rows, largest]
+        steps[rows, largest] = 0
+        gains = np.bincount(largest, first**2 - steps.max(axis=1) ** 2, minlength=x.shape[1])
+        steps[rows, largest] = first
         chosen.add(int(gains.argmax()))
-        left[:, [*chosen]] = 0
-    if _mean_square(left, zero_point) > WORTH * _mean_square(x, zero_point):
-        chosen.clear()
-    return np.asarray(sorted(chosen), dtype=np.intp)
+        steps[:, [*chosen]] = 0
+    channels = np.asarray(sorted(chosen), dtype=np.intp)
+    left = _mean_square(without(x, channels), zero_point)
+    return channels if left <= WORTH * _mean_square(x, zero_point) else channels[:0]
 
 
 def without(x: Floats, channels: Channels) -> Floats:
@@ -51,6 +53,12 @@ def without(x: Floats, channels: Channels) -> Floats:
     left = x.copy()
     left[:, channels] = 0
     return left
+
+
+def _scales(above: Floats, below: Floats, zero_point: int, most: int = MOST) -> Floats:
+    """Return the scales of rows with these largest and smallest numbers."""
+    steps = np.maximum(above / np.float32(most - zero_point), below / np.float32(-zero_point))
+    return np.asarray(np.maximum(steps, TINY), dtype=np.float32)
 
 
 def _mean_square(x: Floats, zero_point: int) -> float:

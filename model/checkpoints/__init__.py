@@ -1,4 +1,4 @@
 """Checkpoints in the hub's layout, both ways: which files and settings are read, and with which meaning.
 
-Callers use `source.read_source`, `reader`, `writer` and `hub_names.CheckpointError`.
+Callers use `source.read_source`, `reader`, `writer` and `errors.CheckpointError`.
 """

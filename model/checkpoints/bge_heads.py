@@ -9,8 +9,8 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from model.checkpoints.errors import CheckpointError
 from model.checkpoints.head_config import validate_head
-from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.sentence_config import encoder_folder
 from model.checkpoints.tokenizer_files import read_special_token, read_tokenizer
 from model.checkpoints.weight_files import load_pickle

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from model.checkpoints.hub_names import CheckpointError
+from model.checkpoints.errors import CheckpointError
 from model.checkpoints.settings_table import Setting, SettingsFile, honored, no_effect, refused
 
 

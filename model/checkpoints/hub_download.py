@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from glob import escape
 from pathlib import Path
 
+from model.checkpoints.errors import INSTALL_HUB, CheckpointError
 from model.checkpoints.head_config import CARD
-from model.checkpoints.hub_names import CheckpointError
 from model.checkpoints.sentence_config import (
     MODULES,
     ROOT,
@@ -36,6 +36,7 @@ SETTINGS_FILES = (
     *(SAFETENSORS + INDEX, PICKLE + INDEX),
 )
 OTHER_FRAMEWORKS = ("onnx/*", "openvino/*", "coreml/*", "flax/*")
+PLACES = ("model.onnx", "onnx/model.onnx")  # a graph here is taken, whatever other graphs there are
 GENERATOR = "generator"  # of an ELECTRA that was pretrained here
 
 
@@ -74,6 +75,40 @@ def download(source: str) -> Path:
     return folder
 
 
+def download_graph(source: str) -> Path:
+    """Download settings and ONNX graph of NAME or NAME@REVISION; return their folder. Raises CheckpointError."""
+    name, revision = split_name(source)
+    folder = _fetch(source, name, revision, with_folders(SETTINGS_FILES))
+    graphs = choose_graphs(list_files(source))
+    if len(graphs) != 1:
+        listed = f"several ONNX graphs: {', '.join(graphs)}" if graphs else "no ONNX graph"
+        raise CheckpointError(f"{source} has {listed}: download one, and give the path of the file")
+    patterns = [escape(graph) + suffix for graph in graphs for suffix in ("", "_data", ".data")]
+    _fetch(source, name, commit_of(folder) or revision, patterns, ignored=())
+    return folder
+
+
+def list_files(source: str) -> list[str]:
+    """Return the paths of all files of NAME or NAME@REVISION; of the hub client's cache without a connection."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    name, revision = split_name(source)
+    try:
+        return list(HfApi().list_repo_files(name, revision=revision))
+    except Exception:  # the hub client's many errors mean one thing here
+        try:
+            folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
+        except Exception:
+            return []
+        return [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
+
+
+def choose_graphs(files: Sequence[str]) -> list[str]:
+    """Return the graph in the first of PLACES, else all graphs at the top and in `onnx`."""
+    usual = [place for place in PLACES if place in files]
+    return usual[:1] or sorted(filter(re.compile(r"(onnx/)?[^/]+\.onnx").fullmatch, files))
+
+
 def with_folders(names: Iterable[str]) -> list[str]:
     """Return patterns for files of these names, at the top and in folders."""
     return [pattern for name in names for pattern in (name, f"*/{name}")]
@@ -110,8 +145,19 @@ def _has_safetensors(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (SAFETENSORS, SAFETENSORS + INDEX))
 
 
-def _fetch(source: str, name: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    from huggingface_hub import snapshot_download
+def _fetch(
+    source: str,
+    name: str,
+    revision: str | None,
+    patterns: Sequence[str],
+    ignored: Sequence[str] = OTHER_FRAMEWORKS,
+) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ModuleNotFoundError:
+        raise CheckpointError(
+            f"{source} is no local directory, and a name on the hub needs huggingface_hub: {INSTALL_HUB}"
+        ) from None
 
     try:
         return Path(
@@ -119,7 +165,7 @@ def _fetch(source: str, name: str, revision: str | None, patterns: Sequence[str]
                 name,
                 revision=revision,
                 allow_patterns=[*patterns],
-                ignore_patterns=[*OTHER_FRAMEWORKS],
+                ignore_patterns=[*ignored],
             )
         )
     except Exception as error:  # the hub client's many errors mean one thing here

@@ -11,15 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from model.bert import Projections
+from model.checkpoints.errors import CheckpointError
 from model.families.spec import Family
 
 Tensors = dict[str, Tensor]
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)  # all are read as float32
 Names = Callable[[str], list[str]]
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be read; the message names the file and the error."""
 
 
 def encoder_names(family: Family, prefix: str = "") -> Names:

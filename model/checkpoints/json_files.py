@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from model.checkpoints.hub_names import CheckpointError
+from model.checkpoints.errors import CheckpointError
 
 
 def read_json(path: Path) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 from tokenizers import AddedToken, Tokenizer
 
-from model.checkpoints.hub_names import CheckpointError
+from model.checkpoints.errors import CheckpointError
 from model.checkpoints.json_files import read_object, read_optional_object
 from model.checkpoints.sentence_config import (
     MASK_TABLE,

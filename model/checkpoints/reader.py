@@ -15,6 +15,7 @@ from torch import nn
 
 from model.bert import Bert
 from model.checkpoints.config_table import check_config
+from model.checkpoints.errors import CheckpointError
 from model.checkpoints.head_config import (
     declares_pooling,
     describe_head,
@@ -25,7 +26,6 @@ from model.checkpoints.head_config import (
 )
 from model.checkpoints.hub_download import download
 from model.checkpoints.hub_names import (
-    CheckpointError,
     Names,
     Tensors,
     encoder_names,
@@ -44,9 +44,9 @@ from model.checkpoints.sentence_config import config_file, encoder_folder, read_
 from model.checkpoints.tokenizer_files import read_mask_token, read_tokenizer
 from model.checkpoints.unused_tensors import check_unused
 from model.checkpoints.weight_files import read_tensors, refuse_adapter, weight_bytes
-from model.config import BertConfig
+from model.config import SUFFIXES, BertConfig
 from model.families.registry import family_named, family_of
-from model.families.spec import PRETRAINING, SUFFIXES
+from model.families.spec import PRETRAINING
 from model.heads import EncoderWithHeads, Pretraining
 from service.core import bundle
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, normalizers
 
-from model.checkpoints.hub_names import CheckpointError
+from model.checkpoints.errors import CheckpointError
 from model.checkpoints.json_files import read_json, read_object, read_optional_object
 from model.checkpoints.settings_table import SettingsFile, honored, no_effect, refused, shown
 from service.core.bundle import PROMPT_NAMES

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
-from model.checkpoints.hub_names import CheckpointError
+from model.checkpoints.errors import CheckpointError
 
 LONGEST_SHOWN = 80  # characters of a value in a message
 

@@ -13,19 +13,17 @@ from typing import Any
 import tokenizers
 from torch import nn
 
-from model.checkpoints import tokenizer_files
 from model.checkpoints.bge_heads import read_further_heads
+from model.checkpoints.errors import CheckpointError
 from model.checkpoints.head_config import (
     Pooling,
     is_cross_encoder,
-    read_pooling,
     read_retrieval_fields,
     validate_head,
 )
-from model.checkpoints.hub_names import CheckpointError, from_hub
+from model.checkpoints.hub_names import from_hub
 from model.checkpoints.json_files import read_json, read_object
 from model.checkpoints.late_interaction_config import (
-    mark_prefixes,
     read_late_interaction,
     read_text_lengths,
 )
@@ -39,7 +37,6 @@ from model.checkpoints.reader import (
 )
 from model.checkpoints.sentence_config import (
     DENSE_TABLE,
-    NORMALIZE_TABLE,
     ROOT,
     ROUTER,
     SENTENCE,
@@ -48,30 +45,25 @@ from model.checkpoints.sentence_config import (
     config_file,
     encoder_folder,
     is_multi_vector,
-    lower_case,
     read_kind,
     read_module_list,
     read_root_config,
     read_router,
-    read_sentence_config,
 )
-from model.checkpoints.tokenizer_files import (
-    MAX_LENGTH,
-    check_rows,
-    read_model_max_length,
-    write_tokenizer,
+from model.checkpoints.source_files import (
+    read_declared_length,
+    read_modules,
+    read_route,
+    read_tokenizer,
 )
+from model.checkpoints.tokenizer_files import check_rows, write_tokenizer
 from model.config import MOST
 from model.heads import EncoderWithHeads, SentenceEmbedding, TokenEmbedding
 from service.core.bundle import PROMPT_NAMES, Head, Task
 
 TANH = "torch.nn.modules.activation.Tanh"
 ACTIVATIONS: Mapping[str, type[nn.Module]] = {"Identity": nn.Identity, "Tanh": nn.Tanh}
-MODULES = {"Transformer", "Pooling", "Dense", "Normalize", "MultiVectorMask", "SpladePooling"}
-EXPECTED = "Transformer, Pooling, any Dense, and Normalize or not"
 HeadModules = tuple[Pooling, bool, tuple[nn.Module, ...]]
-# The modules that our embedding head supports.
-ORDER = re.compile(r"Transformer, Pooling(, Dense)*(, Normalize)?")
 # The modules of late interaction: of a MultiVectorEncoder, and of PyLate, which normalizes and masks always.
 MULTI_VECTOR_ORDER = re.compile(
     r"Transformer(, Dense)*, (MultiVectorMask(, Normalize)?|Normalize, MultiVectorMask)"
@@ -122,14 +114,6 @@ def _read_model(folder: Path, task: Task | None) -> EncoderWithHeads:
     return _cross_encoder(folder) if own == "classification" else _sentence_transformer(folder)
 
 
-def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
-    """Read a directory's tokenizer, as sentence-transformers does for its own files. Raises CheckpointError."""
-    tokenizer = tokenizer_files.read_tokenizer(encoder_folder(folder))
-    lower_case(tokenizer, read_sentence_config(folder))
-    mark_prefixes(tokenizer, folder)
-    return tokenizer
-
-
 def tokenizer_file(folder: Path, output: Path) -> Path:
     """Return a `tokenizer.json` that splits as `read_tokenizer` does: the checkpoint's, or one written to `output`."""
     return write_tokenizer(encoder_folder(folder), read_tokenizer(folder), output)
@@ -145,20 +129,12 @@ def read_max_length(folder: Path) -> int:
     return positions if declared is None else min(declared, positions)
 
 
-def read_declared_length(folder: Path) -> int | None:
-    """Return sentence-transformers' maximum length, else the tokenizer's; None for none or "no limit"."""
-    length = read_sentence_config(folder).get("max_seq_length")
-    if length is None:
-        return read_model_max_length(encoder_folder(folder))
-    return None if length > MAX_LENGTH else int(length)
-
-
 # -- sentence-transformers ------------------------------------------------------------------------
 
 
 def _cross_encoder(folder: Path) -> EncoderWithHeads:
     """Load a CrossEncoder. Raises CheckpointError for further modules, and for another architecture."""
-    _modules(folder, TRANSFORMER_ONLY, "Transformer alone in a CrossEncoder")
+    read_modules(folder, TRANSFORMER_ONLY, "Transformer alone in a CrossEncoder")
     model = load_model(folder)
     if [*model.described] != ["classification"]:
         raise CheckpointError(f"{folder}: cannot serve a CrossEncoder that is no text classifier")
@@ -167,7 +143,7 @@ def _cross_encoder(folder: Path) -> EncoderWithHeads:
 
 def _sparse_encoder(folder: Path) -> EncoderWithHeads:
     """Load a SparseEncoder of a masked language model. Raises CheckpointError for further modules, and for prompts."""
-    _modules(folder, SPARSE_ORDER, "Transformer, SpladePooling in a SparseEncoder")
+    read_modules(folder, SPARSE_ORDER, "Transformer, SpladePooling in a SparseEncoder")
     if any((read_root_config(folder).get("prompts") or {}).values()):
         raise CheckpointError(
             f"{folder / ROOT}: prompts of a SparseEncoder are not supported: remove them, and write them before the "
@@ -180,13 +156,15 @@ def _multi_vector_encoder(folder: Path) -> EncoderWithHeads:
     """Load an encoder, and a head of late interaction from the modules that follow it."""
     if read_kind(folder) == "ColBERT":
         expected = "Transformer and Dense in a model of PyLate"
-        modules = _modules(folder, PYLATE_ORDER, expected, TOKENS)
+        modules = read_modules(folder, PYLATE_ORDER, expected, TOKENS)
         normalize = True
     else:
         expected = "Transformer, any Dense, MultiVectorMask, and Normalize or not"
-        modules = _modules(folder, MULTI_VECTOR_ORDER, expected, TOKENS)
+        modules = read_modules(folder, MULTI_VECTOR_ORDER, expected, TOKENS)
         normalize = any(kind == "Normalize" for kind, _ in modules)
-    dense = [layer for kind, path in modules if kind == "Dense" for layer in _dense(path, TOKENS)]
+    dense = [
+        layer for kind, path in modules if kind == "Dense" for layer in read_dense(path, TOKENS)
+    ]
     encoder = load_encoder(folder, pooler=False)
     outputs = [layer.out_features for layer in dense if isinstance(layer, nn.Linear)]
     late = read_late_interaction(folder, read_tokenizer(folder))
@@ -240,16 +218,9 @@ def _sentence_transformer(folder: Path) -> EncoderWithHeads:
     return model.eval()
 
 
-def read_modules(folder: Path) -> HeadModules:
-    """Return pooling, normalization and dense layers after the encoder. Raises CheckpointError for other modules."""
-    return _read_route(folder, _modules(folder, ORDER, EXPECTED))
-
-
 def _read_route(folder: Path, modules: Sequence[tuple[str, Path]]) -> HeadModules:
-    _check_modules(folder, modules, ORDER, EXPECTED)
-    (pooling,) = (read_pooling(path) for kind, path in modules if kind == "Pooling")
-    dense = [layer for kind, path in modules if kind == "Dense" for layer in _dense(path)]
-    return pooling, modules[-1][0] == "Normalize", tuple(dense)
+    pooling, normalize, dense = read_route(folder, modules)
+    return pooling, normalize, tuple(layer for path in dense for layer in read_dense(path))
 
 
 def _read_routes(folder: Path) -> dict[str, list[tuple[str, Path]]]:
@@ -280,41 +251,6 @@ def _read_routes(folder: Path) -> dict[str, list[tuple[str, Path]]]:
     return {name: [*by_task[name], *modules[1:]] for name in names}
 
 
-def _modules(
-    folder: Path, order: re.Pattern[str], expected: str, vectors: str = SENTENCE
-) -> list[tuple[str, Path]]:
-    """Return kind and folder of modules, which read and write `vectors`. Raises CheckpointError for another order."""
-    read_root_config(folder)
-    modules = read_module_list(folder)
-    _check_modules(folder, modules, order, expected, vectors)
-    return modules
-
-
-def _check_modules(
-    folder: Path,
-    modules: Sequence[tuple[str, Path]],
-    order: re.Pattern[str],
-    expected: str,
-    vectors: str = SENTENCE,
-) -> None:
-    """Raise CheckpointError for a module that is not supported, and for another order."""
-    for kind, _ in modules:
-        if kind not in MODULES:
-            raise CheckpointError(f"{folder}: cannot serve the sentence-transformers module {kind}")
-    kinds = ", ".join(kind for kind, _ in modules)
-    if not order.fullmatch(kinds):
-        path = folder / "modules.json"
-        raise CheckpointError(
-            f"{path}: cannot serve {kinds or 'no modules'}: they must be {expected}"
-        )
-    for kind, place in modules:
-        if kind == "Normalize":
-            path = place / "config.json"
-            document = read_object(path) if path.is_file() else {}
-            NORMALIZE_TABLE.check(path, document)
-            check_module_names(path, document, vectors, default=SENTENCE)
-
-
 def _get(path: Path, config: Mapping[str, Any], *names: str) -> list[Any]:
     missing = [name for name in names if name not in config]
     if missing:
@@ -343,7 +279,8 @@ def _embedding_head(
     )
 
 
-def _dense(path: Path, vectors: str = SENTENCE) -> list[nn.Module]:
+def read_dense(path: Path, vectors: str = SENTENCE) -> list[nn.Module]:
+    """Return the layers of a Dense module. Raises CheckpointError for a setting that is not supported."""
     file = path / "config.json"
     config = read_object(file)
     DENSE_TABLE.check(file, config)

@@ -1,19 +1,21 @@
 """A checkpoint's tokenizer: the one that transformers' AutoTokenizer builds, as a `tokenizers.Tokenizer`.
 
 transformers is imported where a tokenizer is read, since that takes a second. It runs no code of a checkpoint and
-reaches no network. What only Python code of a tokenizer class does is refused.
+reaches no network. What only Python code of a tokenizer class does is refused. Where transformers is not installed,
+`tokenizer.json` is read.
 """
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Encoding, Tokenizer, models
 
-from model.checkpoints.hub_names import CheckpointError
+from model.checkpoints.errors import INSTALL_TRAIN, CheckpointError
 from model.checkpoints.json_files import read_object, read_optional_object
 from model.checkpoints.settings_table import shown
 from model.checkpoints.tokenizer_tables import TOKENIZER_CONFIG, TOKENIZER_JSON
@@ -33,6 +35,12 @@ SWITCHES = {
     *("do_lower_case", "strip_accents", "tokenize_chinese_chars", "keep_accents"),
     *("split_by_punct", "add_prefix_space", "trim_offsets"),
 }
+# Settings that replace those of a BertNormalizer, and their names there.
+OVERRIDES = {
+    "do_lower_case": "lowercase",
+    "strip_accents": "strip_accents",
+    "tokenize_chinese_chars": "handle_chinese_chars",
+}
 MAX_LENGTH = 1_000_000  # tokens; files write "no limit" as a larger number
 
 
@@ -47,15 +55,21 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     Token types of its template are those that the model gets: all 0 where `model_input_names` has no token_type_ids,
     or where the model has one type only. Raises CheckpointError, one line with file, setting and value.
     """
-    loaded = _load(folder)
-    tokenizer = Tokenizer.from_str(loaded.backend_tokenizer.to_str())
+    if find_spec("transformers") is None:
+        tokenizer, inputs = _read_saved(folder)
+    else:
+        loaded = _load(folder)
+        tokenizer, inputs = (
+            Tokenizer.from_str(loaded.backend_tokenizer.to_str()),
+            loaded.model_input_names,
+        )
     tokenizer.no_truncation()
     tokenizer.no_padding()
     _check_ids(folder, tokenizer)
     path = folder / SAVED
     _check_template(path if path.is_file() else folder, tokenizer)
     types = read_optional_object(folder / "config.json").get("type_vocab_size", 2)
-    if "token_type_ids" not in loaded.model_input_names or (isinstance(types, int) and types < 2):
+    if "token_type_ids" not in inputs or (isinstance(types, int) and types < 2):
         _drop_segments(tokenizer)
     return tokenizer
 
@@ -114,6 +128,26 @@ def read_model_max_length(folder: Path) -> int | None:
 
 
 # -- loading ----------------------------------------------------------------------------------------------------------
+
+
+def _read_saved(folder: Path) -> tuple[Tokenizer, Sequence[str]]:
+    """Return the tokenizer of `tokenizer.json` with the settings that transformers applies, and the model's inputs.
+
+    An installation that serves ONNX graphs only has no transformers. Raises CheckpointError.
+    """
+    path = folder / SAVED
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} is missing; other tokenizers need transformers: {INSTALL_TRAIN}"
+        )
+    _check_settings(folder)
+    document = read_object(path)
+    settings = read_optional_object(folder / TOKENIZER_CONFIG.file)
+    normalizer = document.get("normalizer") or {}
+    if normalizer.get("type") == "BertNormalizer":
+        normalizer |= {ours: settings[name] for name, ours in OVERRIDES.items() if name in settings}
+    inputs = settings.get("model_input_names") or ["token_type_ids"]
+    return Tokenizer.from_str(json.dumps(document)), inputs
 
 
 def _load(folder: Path) -> Any:

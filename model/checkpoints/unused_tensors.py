@@ -3,7 +3,7 @@
 import re
 from collections.abc import Collection, Iterable, Iterator
 
-from model.checkpoints.hub_names import CheckpointError
+from model.checkpoints.errors import CheckpointError
 from model.families.spec import Family
 
 # Of all families: what a model computes itself.

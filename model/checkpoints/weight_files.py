@@ -1,28 +1,27 @@
 """The weight files of a checkpoint directory: which file is read, and the tensors in it.
 
 The order is transformers': one safetensors file, safetensors shards by their index, one pickle, pickle shards by
-their index. A pickle is read as tensors alone (`weights_only`), which runs no code.
+their index. A pickle is read as tensors alone (`weights_only`), which runs no code. torch is imported where a file is
+read, because a served ONNX graph needs the names of the files only.
 """
 
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
-
-from model.checkpoints.hub_names import CheckpointError
+from model.checkpoints.errors import CheckpointError
 
 SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
 INDEX = ".index.json"
 ADAPTER = "adapter_config.json"
 WEIGHT_FILES = (SAFETENSORS, SAFETENSORS + INDEX, PICKLE, PICKLE + INDEX)  # in the order of reading
 
-State = dict[str, Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+State = dict[str, "Tensor"]
 
 
 def find_weights(folder: Path) -> Path:
@@ -129,6 +128,9 @@ def _check_shards(index: Path, shards: set[str]) -> None:
 
 
 def _load_safetensors(path: Path) -> State:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
     try:
         return dict(load_file(path))
     except (SafetensorError, OSError) as error:
@@ -136,6 +138,8 @@ def _load_safetensors(path: Path) -> State:
 
 
 def load_pickle(path: Path) -> State:
+    import torch
+
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # the unpickler raises many types
@@ -146,7 +150,7 @@ def load_pickle(path: Path) -> State:
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{path} holds a {type(state).__name__}, not tensors by their names")
     for name, tensor in state.items():
-        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise CheckpointError(
                 f"{path}: {name!r} is a {type(tensor).__name__}, not a tensor: save the state_dict alone"
             )

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from model.config import BertConfig
+from model.config import SUFFIXES, BertConfig
 
 # The pretraining objective on two texts: next sentence prediction, or sentence order prediction.
 Pairs = Literal["nsp", "sop"]
@@ -19,13 +19,6 @@ Pairs = Literal["nsp", "sop"]
 # Our parameter's name without `.weight` or `.bias`, as a pattern -> the hub's, three for the fused query, key, value.
 Stems = Mapping[str, list[str]]
 
-SUFFIXES = {
-    "classification": "ForSequenceClassification",
-    "ner": "ForTokenClassification",
-    "qa": "ForQuestionAnswering",
-    "fill-mask": "ForMaskedLM",
-    "embedding": "Model",
-}
 PRETRAINING = "ForPreTraining"  # a masked language model with another head
 
 

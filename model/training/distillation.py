@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from model.attention import PackedLayout, real_slots, to_slots
 from model.checkpoints import reader
-from model.checkpoints.hub_names import CheckpointError
-from model.checkpoints.source import read_source, read_tokenizer
+from model.checkpoints.errors import CheckpointError
+from model.checkpoints.source import read_source
+from model.checkpoints.source_files import read_tokenizer
 from model.data import examples, head_rows
 from model.data.examples import Batch, Loss
 from model.data.word_replacement import Replacement, find_neighbors

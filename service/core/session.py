@@ -143,8 +143,7 @@ class Session:
         self._all, self._only_fetched = ort.RunOptions(), ort.RunOptions()
         self._only_fetched.only_execute_path_to_fetches = True
         if options.limit:
-            options.limit.apply(self._all)
-            options.limit.apply(self._only_fetched)
+            self.limit_runs(options.limit)
         types = {output.name: output.type for output in self._session.get_outputs()}
         missing = self.heads.keys() - types.keys()
         if missing:
@@ -160,6 +159,11 @@ class Session:
         self._mask_token_id = bundle.manifest.mask_token_id
         if self._mask_token_id is not None and "positions" not in self._inputs:
             raise BundleError(bundle.path, f"{graph.file} has a fill-mask head without `positions`")
+
+    def limit_runs(self, limit: TimeLimit) -> None:
+        """Let a limit end the runs of this session."""
+        limit.apply(self._all)
+        limit.apply(self._only_fetched)
 
     @property
     def stores_scores(self) -> bool:

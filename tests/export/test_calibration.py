@@ -46,26 +46,26 @@ def test_texts_of_a_file(tmp_path):
 
 
 class TestInputs:
-    def test_same_as_in_the_graph(self, traced, encoder):
+    def test_same_as_in_the_graph(self, traced, encoder, tmp_path):
         """Every input of the trunk's products is measured, for all tokens."""
         windows = sorted(calibration.choose_windows(encoder)[:5], key=len)
-        inputs = calibration.measure_inputs(traced.packed, windows)
+        inputs = calibration.measure_inputs(traced.packed, windows, tmp_path)
         assert 2 * 4 == len(inputs)
         for name, value in inputs.items():
             np.testing.assert_allclose(
                 value, run_value(traced.packed, name, pack(windows)), rtol=0, atol=1e-5
             )
 
-    def test_the_graph_is_untouched(self, traced, encoder):
+    def test_the_graph_is_untouched(self, traced, encoder, tmp_path):
         """Measuring copies: the fp32 graph is exported after it."""
         before = traced.packed.SerializeToString(deterministic=True)
-        calibration.measure_inputs(traced.packed, calibration.choose_windows(encoder)[:2])
+        calibration.measure_inputs(traced.packed, calibration.choose_windows(encoder)[:2], tmp_path)
         assert before == traced.packed.SerializeToString(deterministic=True)
 
-    def test_a_calibrated_graph_is_nearer_to_fp32(self, traced, encoder):
+    def test_a_calibrated_graph_is_nearer_to_fp32(self, traced, encoder, tmp_path):
         """Outputs for texts that were not measured differ less from those of fp32 than without calibration."""
         windows = calibration.choose_windows(encoder)
-        inputs = calibration.measure_inputs(traced.packed, windows[:-40])
+        inputs = calibration.measure_inputs(traced.packed, windows[:-40], tmp_path)
         packed = pack(windows[-40:])
         exact = run_packed(traced.packed, packed)
         calibrated, plain = (
@@ -77,11 +77,11 @@ class TestInputs:
         )
         assert calibrated < 0.8 * plain
 
-    def test_equal_graphs(self, traced, encoder):
+    def test_equal_graphs(self, traced, encoder, tmp_path):
         """Two calibrations of one model give equal int8 graphs."""
         windows = calibration.choose_windows(encoder)
         first, second = (
-            quantize(traced.packed, calibration.measure_inputs(traced.packed, windows))
+            quantize(traced.packed, calibration.measure_inputs(traced.packed, windows, tmp_path))
             for _ in range(2)
         )
         assert first.SerializeToString(deterministic=True) == second.SerializeToString(

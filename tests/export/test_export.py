@@ -15,7 +15,7 @@ import torch
 from onnx import numpy_helper
 from safetensors.torch import load_file
 
-from export import pipeline, trace_graphs, verify
+from export import from_checkpoint, trace_graphs, verify
 from export.__main__ import main, read_request
 from export.comparison import compare_graphs
 from export.goldens import run_torch
@@ -599,7 +599,7 @@ def test_portable_parity_failure(tiny_checkpoint, monkeypatch, assert_refused):
         scale_weights(proto, "layers.1.feed_forward_norm.weight", 1.1)
         return proto
 
-    monkeypatch.setattr(pipeline, "make_portable", broken)
+    monkeypatch.setattr(from_checkpoint, "make_portable", broken)
     monkeypatch.setattr(trace_graphs, "save_sharing_weights", save_apart)
     assert_refused("fp32 portable: head sentiment differs from PyTorch by ", tiny_checkpoint)
 

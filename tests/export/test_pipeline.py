@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from export import measure_memory, pipeline, run_report, vector_ranges
+from export import drafts, measure_memory, pipeline, run_report, vector_ranges
 from export.goldens import run_torch
 from model.checkpoints.source import read_source
 from model.report.page import Report, Section
@@ -22,7 +22,7 @@ GRAPHS = ("fp32.onnx", "int8.onnx")
 pytestmark = [pytest.mark.usefixtures("scratch"), pytest.mark.slow]
 
 
-def make_request(checkpoint: Path, out: Path, **fields: object) -> pipeline.ExportRequest:
+def make_request(checkpoint: Path, out: Path, **fields: object) -> drafts.ExportRequest:
     """Return a request with the defaults of the command line."""
     defaults: dict[str, object] = {
         "onnx": False,
@@ -36,7 +36,7 @@ def make_request(checkpoint: Path, out: Path, **fields: object) -> pipeline.Expo
         "replace": False,
         "memory": False,
     }
-    return pipeline.ExportRequest(checkpoint=str(checkpoint), out=out, **{**defaults, **fields})
+    return drafts.ExportRequest(checkpoint=str(checkpoint), out=out, **{**defaults, **fields})
 
 
 def test_export(tiny_checkpoint, out, capsys):
@@ -190,16 +190,16 @@ def test_options_without_an_embedding_head():
     """Options of embedding heads are refused where there is none."""
     request = make_request(Path("a"), Path("b"), dimensions=(8,))
     with pytest.raises(ValueError, match="--dimensions: the checkpoint has no embedding head"):
-        pipeline.choose_dimensions(request, {"answers": Head(task="qa")})
+        drafts.choose_dimensions(request, {"answers": Head(task="qa")})
 
 
 def test_calibration_without_an_embedding_head(tmp_path):
     """Texts calibrate int8 for any head, and are refused for other precisions."""
     heads = {"answers": Head(task="qa")}
     request = make_request(Path("a"), Path("b"), calibration=tmp_path / "texts.txt")
-    assert heads == pipeline.choose_dimensions(request, heads)
+    assert heads == drafts.choose_dimensions(request, heads)
     with pytest.raises(ValueError, match="--calibrate: the checkpoint has no embedding head"):
-        pipeline.choose_dimensions(replace(request, precisions=("fp32",)), heads)
+        drafts.choose_dimensions(replace(request, precisions=("fp32",)), heads)
 
 
 def test_no_ranges_without_an_embedding_head(tiny_checkpoint, out, tmp_path):
@@ -232,6 +232,6 @@ def test_embedding_space(tmp_path):
         Head.model_validate({**base, **fields})
         for fields in ({}, {"matryoshka_dimensions": [2]}, {"prompts": {"query": "query: "}})
     ]
-    spaces = [pipeline.embedding_space({"a": head}, tmp_path / "file") for head in heads]
+    spaces = [drafts.embedding_space({"a": head}, tmp_path / "file") for head in heads]
     assert "e95eae0a1da7c516" == spaces[0]
     assert spaces[0] == spaces[1] != spaces[2]

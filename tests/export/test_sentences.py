@@ -16,7 +16,7 @@ from export.__main__ import read_request
 from export.goldens import run_torch
 from export.pipeline import choose_pooling
 from model.checkpoints import head_config, writer
-from model.checkpoints.hub_names import CheckpointError
+from model.checkpoints.errors import CheckpointError
 from model.checkpoints.source import Source, read_source
 from model.families.registry import FAMILIES
 from service.core import decode

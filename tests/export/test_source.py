@@ -19,8 +19,9 @@ from scipy import stats
 from export import trace_graphs
 from export.goldens import run_torch
 from model import evaluate
-from model.checkpoints.hub_names import CheckpointError
-from model.checkpoints.source import Source, read_max_length, read_source, read_tokenizer
+from model.checkpoints.errors import CheckpointError
+from model.checkpoints.source import Source, read_max_length, read_source
+from model.checkpoints.source_files import read_tokenizer
 from model.training import distillation
 from service.core import decode
 from service.core.encode import Encoder

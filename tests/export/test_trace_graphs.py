@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnx import numpy_helper
 from onnx.external_data_helper import uses_external_data
 
@@ -13,6 +14,7 @@ from export.cuda_emulator import emulated
 from export.goldens import torch_outputs
 from export.passes import fp16 as half
 from export.passes import mask_free_attention, portable
+from export.passes.graph_utils import WEIGHTS, check_model, read_tensor
 from export.passes.portable import make_portable
 from model.checkpoints.reader import load_model
 from model.config import BertConfig
@@ -260,7 +262,7 @@ def saved(traced: Traced, tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder / name: copied(proto)
         for name, proto in (("a.onnx", traced.packed), ("b.onnx", traced.portable))
     }
-    trace_graphs.save_sharing_weights(graphs, folder / trace_graphs.WEIGHTS)
+    trace_graphs.save_sharing_weights(graphs, folder / WEIGHTS)
     return folder
 
 
@@ -274,7 +276,7 @@ def external(saved: Path) -> dict[str, set[tuple[int, int]]]:
             for tensor in proto.graph.initializer
             if uses_external_data(tensor)
         ]
-        assert {trace_graphs.WEIGHTS} == {entry["location"] for entry in told}
+        assert {WEIGHTS} == {entry["location"] for entry in told}
         places[name] = {(int(entry["offset"]), int(entry["length"])) for entry in told}
     return places
 
@@ -282,7 +284,7 @@ def external(saved: Path) -> dict[str, set[tuple[int, int]]]:
 class TestSharedWeights:
     def test_every_weight_stands_once(self, saved, traced):
         """The file holds each large weight of either graph once, and nothing that a graph has besides."""
-        content = (saved / trace_graphs.WEIGHTS).read_bytes()
+        content = (saved / WEIGHTS).read_bytes()
         places = set.union(*external(saved).values())
         pieces = [content[offset : offset + length] for offset, length in places]
         tensors = [*traced.packed.graph.initializer, *traced.portable.graph.initializer]
@@ -339,3 +341,17 @@ class TestPooling:
         found = emulated(tmp_path / "fp16.onnx")(packed)
         for name, expected in torch_outputs(pooled, packed).items():
             assert bundle.cosine(found[name], expected) > 0.9999, name
+
+
+def test_large_weights_outside_the_graph(tmp_path: Path) -> None:
+    """The graph has their places, from which passes read them."""
+    layer = torch.nn.Linear(200, 100).eval()
+    program = torch.onnx.export(layer, (torch.zeros(1, 200),), dynamo=True, verbose=False)
+    assert program is not None
+    trace_graphs.move_weights(program.model, tmp_path / "weights")
+    proto = program.model_proto
+    assert proto.ByteSize() < 4000
+    check_model(proto)
+    found = {tensor.name: read_tensor(tensor) for tensor in proto.graph.initializer}
+    np.testing.assert_array_equal(layer.weight.detach().numpy(), found["weight"])
+    np.testing.assert_array_equal(layer.bias.detach().numpy(), found["bias"])

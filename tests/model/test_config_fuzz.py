@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from model.checkpoints import reader
 from model.checkpoints.config_table import KINDS, check_config, tables_of
-from model.checkpoints.hub_names import CheckpointError
+from model.checkpoints.errors import CheckpointError
 from tests.parity.test_config_settings import save
 
 FAMILIES = ("bert", "distilbert", "modernbert", "nomic_bert", "deberta-v2")

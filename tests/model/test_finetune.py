@@ -16,7 +16,7 @@ from torch import Tensor
 from model import finetune
 from model.bert import Bert
 from model.checkpoints import reader, writer
-from model.checkpoints.hub_names import CheckpointError
+from model.checkpoints.errors import CheckpointError
 from model.config import preset
 from model.data import labelled_rows
 from model.families.nomic_bert import NomicBert, NomicBertConfig

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from model.checkpoints import reader
+from model.checkpoints.errors import CheckpointError
 from model.checkpoints.hub_download import (
     SETTINGS_FILES,
     commit_of,
@@ -20,7 +21,6 @@ from model.checkpoints.hub_download import (
     weight_folders,
     with_folders,
 )
-from model.checkpoints.hub_names import CheckpointError
 from tests import hub
 from tests.hub_server import Hub, serve_hub
 
@@ -29,7 +29,7 @@ NAME = "someone/model"
 LOCATE = """
 import json, sys
 from model.checkpoints.reader import locate
-from model.checkpoints.hub_names import CheckpointError
+from model.checkpoints.errors import CheckpointError
 found = []
 for source in sys.argv[1:]:
     try:

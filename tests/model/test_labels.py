@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 import transformers
 
+from model.checkpoints.errors import CheckpointError
 from model.checkpoints.head_config import read_labels
-from model.checkpoints.hub_names import CheckpointError
 
 PATH = Path("folder/config.json")
 

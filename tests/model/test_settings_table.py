@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from model.checkpoints.hub_names import CheckpointError
+from model.checkpoints.errors import CheckpointError
 from model.checkpoints.settings_table import Handling, Setting, SettingsFile, render_table
 
 FILE = SettingsFile(

@@ -9,7 +9,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from model.checkpoints import reader
-from model.checkpoints.hub_names import CheckpointError
+from model.checkpoints.errors import CheckpointError
 from model.families.registry import FAMILIES
 from tests.model.helpers import TOLERANCE, batch, ours, perturb, real, theirs
 from tests.parity.test_config_settings import edit, fields_of

@@ -12,7 +12,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from model.checkpoints import reader
-from model.checkpoints.hub_names import CheckpointError, check_numbers
+from model.checkpoints.errors import CheckpointError
+from model.checkpoints.hub_names import check_numbers
 from model.checkpoints.weight_files import find_weights, read_tensors
 from tests.model.helpers import TOLERANCE, batch, ours, perturb, real, shape, theirs
 

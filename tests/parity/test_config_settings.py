@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 
 from model.checkpoints import reader
 from model.checkpoints.config_table import CONFIG_TABLES, OF_FAMILY, tables_of, unknown_settings
-from model.checkpoints.hub_names import CheckpointError
+from model.checkpoints.errors import CheckpointError
 from model.checkpoints.settings_table import Handling, Setting
 from model.families.registry import FAMILIES
 from tests.model.helpers import TOLERANCE, batch, ours, perturb, theirs

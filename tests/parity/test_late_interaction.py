@@ -22,7 +22,7 @@ from export.__main__ import main as export
 from export.external.onnx_source import read_external
 from export.goldens import run_torch
 from model.checkpoints import writer
-from model.checkpoints.hub_names import CheckpointError
+from model.checkpoints.errors import CheckpointError
 from model.checkpoints.source import MASKED_QUERIES, Source, read_source
 from model.families.registry import FAMILIES
 from service.core import decode

@@ -20,7 +20,7 @@ from sentence_transformers.sentence_transformer.modules import Pooling
 
 from export.goldens import run_torch
 from model.checkpoints import sentence_config
-from model.checkpoints.hub_names import CheckpointError
+from model.checkpoints.errors import CheckpointError
 from model.checkpoints.sentence_config import (
     DENSE_TABLE,
     MASK_TABLE,

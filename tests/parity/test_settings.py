@@ -18,7 +18,7 @@ from transformers.models.auto import tokenization_auto
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from model.checkpoints import tables
-from model.checkpoints.hub_names import CheckpointError
+from model.checkpoints.errors import CheckpointError
 from model.checkpoints.settings_table import Handling, render_table
 from model.checkpoints.tokenizer_files import MAX_LENGTH, read_model_max_length, read_tokenizer
 from model.checkpoints.tokenizer_tables import (

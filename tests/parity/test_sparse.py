@@ -15,7 +15,7 @@ import transformers
 from sentence_transformers import SparseEncoder
 
 from export.goldens import run_torch
-from model.checkpoints.hub_names import CheckpointError
+from model.checkpoints.errors import CheckpointError
 from model.checkpoints.source import read_source
 from model.families.registry import FAMILIES
 from service.core import decode

@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import pytest
 
-from export import cuda_emulator, pipeline
+from export import cuda_emulator, from_checkpoint
 from export.goldens import torch_outputs
 from export.passes.biases import BIAS, move_biases
 from export.passes.graph_utils import producers
@@ -37,7 +37,7 @@ CONFIGS = {
 def traced(kind: str) -> tuple[EncoderWithHeads, onnx.ModelProto]:
     """A model, with biases so large that a lost one shows, and its graph."""
     model = perturb(EncoderWithHeads(CONFIGS[kind], HEADS), scale=0.2)
-    return model, pipeline.trace_cuda(model, PACKED)
+    return model, from_checkpoint.trace_cuda(model, PACKED)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from export import cuda_emulator, pipeline, trace_graphs, verify
+from export import cuda_emulator, from_checkpoint, trace_graphs, verify
 from export.goldens import run_torch, torch_outputs
 from export.passes import fp16 as half
 from model.checkpoints.reader import load_model
@@ -285,7 +285,7 @@ class TestOverflow:
         """Sums beyond 65,504 and norms of such numbers are right, where fp16 throughout has none left."""
         model = huge(norm=5000)
         expected = torch_outputs(model, self.PACKED)
-        path = save(pipeline.trace_cuda(model, self.PACKED), tmp_path)
+        path = save(from_checkpoint.trace_cuda(model, self.PACKED), tmp_path)
         found = cuda_emulator.emulated(path)(self.PACKED)
         assert cosines(expected, found)["embeddings"] > verify.FP16_COSINE
         assert not np.isfinite(torch_outputs(model.half(), self.PACKED)["embeddings"]).any()
@@ -294,7 +294,7 @@ class TestOverflow:
         """The inputs of a matrix product must fit fp16; otherwise the check reports the product."""
         model = huge(norm=9000)
         expected = torch_outputs(model, self.PACKED)
-        path = save(pipeline.trace_cuda(model, self.PACKED), tmp_path)
+        path = save(from_checkpoint.trace_cuda(model, self.PACKED), tmp_path)
         found = cuda_emulator.emulated(path)(self.PACKED)
         with pytest.raises(verify.ParityError, match="fp16: head embeddings has cosine nan"):
             verify.check_half([expected], [found], "fp16")
@@ -380,7 +380,7 @@ def test_minilm(minilm_folder, tmp_path):
     from model.checkpoints.source import read_source
 
     model = read_source(minilm_folder).model
-    proto = pipeline.trace_cuda(model, batch([9, 40], 30522))
+    proto = from_checkpoint.trace_cuda(model, batch([9, 40], 30522))
     assert 13 == sum(node.op_type == "SkipLayerNormalization" for node in proto.graph.node)
     trace_graphs.save_sharing_weights(
         {tmp_path / "fp16.onnx": proto}, tmp_path / "fp16.weights.bin"

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from onnx import TensorProto
 
-from export import cuda_emulator, pipeline, trace_graphs
+from export import cuda_emulator, from_checkpoint, trace_graphs
 from export.goldens import torch_outputs
 from export.passes import fp16
 from export.passes.graph_utils import attribute, producers
@@ -226,7 +226,7 @@ def test_norm_in_fp16():
 
 def test_pipeline_applies_it():
     """The pipeline's graph for CUDA has all three rewrites."""
-    graph = pipeline.trace_cuda(make_model(POST_NORM["bert"]), PACKED)
+    graph = from_checkpoint.trace_cuda(make_model(POST_NORM["bert"]), PACKED)
     found = count(graph)
     assert (NORMS, 0) == (found["SkipLayerNormalization"], found["Split"])
     assert 4 == sum(

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from model.checkpoints import reader
-from model.checkpoints.hub_names import CheckpointError
+from model.checkpoints.errors import CheckpointError
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from model.checkpoints import head_config, hub_names, reader, source, writer
-from model.checkpoints.hub_names import CheckpointError
+from model.checkpoints.errors import CheckpointError
 from model.config import preset
 from model.families.bert_names import BERT
 from model.families.registry import family_named

@@ -17,7 +17,7 @@ from model import tokenizer
 from model.attention import PackedLayout
 from model.bert import Bert
 from model.checkpoints import writer
-from model.checkpoints.hub_names import CheckpointError
+from model.checkpoints.errors import CheckpointError
 from model.data import examples as tasks
 from model.data import head_rows
 from model.data.examples import Batch
