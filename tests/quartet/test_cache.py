@@ -115,7 +115,7 @@ def test_names_on_the_hub(exports, monkeypatch, capsys):
     assert "of the cache, because no network" in capsys.readouterr().err
     with pytest.raises(SourceError, match="the hub does not provide it"):
         resolve("me/e5@v2")  # which may be another commit
-    with pytest.raises(SourceError, match="the hub does not provide it: no network"):
+    with pytest.raises(SourceError, match=r"the hub does not provide it \(no network\)"):
         resolve("me/other")
 
 

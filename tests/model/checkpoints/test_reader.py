@@ -408,6 +408,6 @@ def test_layers_and_labels_that_the_files_cannot_have(tmp_path: Path) -> None:
     layer = {"in_features": 4, "out_features": 10**8, "activation_function": "torch.nn.Tanh"}
     (tmp_path / "config.json").write_text(json.dumps(layer))
     with pytest.raises(CheckpointError, match="out_features = 100000000 makes a model"):
-        source._dense(tmp_path)
+        source.read_dense(tmp_path)
     with pytest.raises(CheckpointError, match="num_labels = 100000000 exceeds"):
         head_config.read_labels(tmp_path, {"num_labels": 10**8})
