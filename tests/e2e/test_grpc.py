@@ -323,7 +323,7 @@ def test_a_slow_message(tiny_bundle):
         assert "INVALID_ARGUMENT" == send(channel).code().name
 
 
-def test_refused_calls_take_turns(tiny_bundle: Path, tmp_path: Path) -> None:
+def test_refused_calls_take_turns(tiny_bundle, tmp_path):
     """A stranger gets refusals at the rate of HTTP, whatever it calls; no browser's HTTP/1.1 gets an answer at all."""
     keys = tmp_path / "keys.toml"
     keys.write_text(record("tenant", make_key()))

@@ -202,7 +202,7 @@ def waiting(server: Server) -> Iterator[None]:
 @pytest.mark.promise("A refusal reaches its client as a status, even while the client still sends.")
 @each_client
 @each_refusal
-def test_every_client_hears_the_status(full: Server, client: str, refusal: str) -> None:
+def test_every_client_hears_the_status(full, client, refusal):
     """A client that sends 5 MB of a refused body reads the status once it reads."""
     refused = REFUSED[refusal]
     assert refused.status == CLIENTS[client](full.url, refused)
@@ -222,7 +222,7 @@ def crowded(tiny_bundle: Path) -> Iterator[Server]:
 
 
 @each_client
-def test_every_excess_client_gets_503(crowded: Server, client: str) -> None:
+def test_every_excess_client_gets_503(crowded, client):
     """A connection too many is closed with a status, though its client is still sending."""
     assert 503 == CLIENTS[client](crowded.url, Refused(503))
 
@@ -285,7 +285,7 @@ def answers(port: int) -> bool:
 
 
 @each_refusal
-def test_a_proxy_gets_the_status(proxy: str, refusal: str) -> None:
+def test_a_proxy_gets_the_status(proxy, refusal):
     """Nginx forwards the status of the service and does not replace it by 502."""
     refused = REFUSED[refusal]
     assert refused.status == ask_http_client(proxy, refused)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -105,7 +105,7 @@ def test_a_stop_during_the_start_ends_at_once(
 
 
 @WORKERS
-def test_user_signals_are_ignored_and_sigquit_drains(tiny_bundle: Path, workers: str) -> None:
+def test_user_signals_are_ignored_and_sigquit_drains(tiny_bundle, workers):
     """SIGUSR1, SIGUSR2 and, without keys, SIGHUP change nothing in any process; SIGQUIT is what SIGTERM is.
 
     After the delay, what was accepted is answered, and the status is 0. The log names the process that takes signals.
@@ -134,9 +134,7 @@ def test_user_signals_are_ignored_and_sigquit_drains(tiny_bundle: Path, workers:
 
 @WORKERS
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_ends_at_once(
-    tiny_bundle: Path, workers: str, number: int, limit_s: Callable[[float], float]
-) -> None:
+def test_a_second_signal_ends_at_once(tiny_bundle, workers, number, limit_s):
     """A request that never ends does not hold it up. The log has no traceback, and "stopped" at the end."""
     with serving(tiny_bundle, "--http-workers", workers) as server, half_sent(server):
         left = pids(server)
@@ -200,7 +198,7 @@ ORPHAN = '(sleep 0.2 & echo "orphan $!" >&2) ; exec "$@"'  # its parent ends bef
 
 
 @WORKERS
-def test_orphans_are_reaped(tiny_bundle: Path, workers: str) -> None:
+def test_orphans_are_reaped(tiny_bundle, workers):
     """A process that adopts orphans, as process 1 does, collects those that end, and none of its own is lost."""
 
     command = [sys.executable, "-c", ADOPT, "sh", "-c", ORPHAN, "sh"]
@@ -222,7 +220,7 @@ def ps_of_children(pid: int, column: str) -> list[str]:
 
 
 @WORKERS
-def test_as_process_1_it_stops_and_reaps(tiny_bundle: Path, workers: str) -> None:
+def test_as_process_1_it_stops_and_reaps(tiny_bundle, workers):
     """In a PID namespace of its own, SIGTERM drains, and an orphan leaves no zombie."""
     apart = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
     if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:

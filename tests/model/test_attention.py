@@ -111,7 +111,7 @@ class TestLowerings:
 @every_mask
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("each", [False, True], ids=["one bias", "a bias each"])
-def test_bias_and_scale(lengths: list[int], each: bool, mask: Mask) -> None:
+def test_bias_and_scale(lengths, each, mask):
     """A bias for all sequences and heads, or for each, is added to the scores after they are scaled."""
     qkv, layout = draw(lengths)
     size = (len(lengths) if each else 1, HEADS if each else 1, max(lengths), max(lengths))
@@ -181,7 +181,7 @@ def test_dropout_written_out():
 
 
 @every_mask
-def test_gradients(mask: Mask) -> None:
+def test_gradients(mask):
     """The gradients of packed attention equal the gradients of its definition."""
     lengths = [4, 1, 7]
     heads = Heads(4, 2, 6)

@@ -42,7 +42,7 @@ def joint() -> EncoderWithHeads:
 
 
 @torch.no_grad()
-def test_outputs(joint: EncoderWithHeads) -> None:
+def test_outputs(joint):
     """A model answers by head name, with a row per sequence or per token."""
     outputs = joint(*ours(batch([4, 6])))
 
@@ -56,7 +56,7 @@ def test_outputs(joint: EncoderWithHeads) -> None:
 
 
 @torch.no_grad()
-def test_some_heads(joint: EncoderWithHeads) -> None:
+def test_some_heads(joint):
     """Only the requested heads are computed, with the same results as among all heads."""
     arguments = ours(batch([4, 6]))
 
@@ -68,7 +68,7 @@ def test_some_heads(joint: EncoderWithHeads) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_packed_is_alone(joint: EncoderWithHeads, lengths: list[int]) -> None:
+def test_packed_is_alone(joint, lengths):
     """Every head's outputs are the same packed with others and alone."""
     packed = batch(lengths)
 
@@ -128,7 +128,7 @@ def test_masked_lm_is_tied():
 
 
 @torch.no_grad()
-def test_masked_positions_only() -> None:
+def test_masked_positions_only():
     """Token logits at given positions are those that all positions would have had there."""
     model = perturb(Pretraining(shape()))
     arguments = ours(batch([5, 7]))
@@ -143,7 +143,7 @@ def test_masked_positions_only() -> None:
 
 
 @torch.no_grad()
-def test_next_sentence_is_a_switch() -> None:
+def test_next_sentence_is_a_switch():
     """Without next sentence prediction there is no pooler, and no logits of it."""
     model = Pretraining(shape(), next_sentence=False).eval()
 

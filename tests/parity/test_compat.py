@@ -98,7 +98,7 @@ def differences(tallies: Iterator[Tally]) -> dict[str, set[str]]:
 
 
 @each_case
-def test_classify(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
+def test_classify(ask, folder, family, inputs):
     """One label, several, a number, pairs and each function: there is no difference, also where a text is cut."""
     found = compare.classify(ask, folder / family, inputs.texts, inputs.pairs, MAX_LENGTH)
 
@@ -106,7 +106,7 @@ def test_classify(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
 
 
 @each_case
-def test_zero_shot(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
+def test_zero_shot(ask, folder, family, inputs):
     """There is no difference, also where a text is cut."""
     found = compare.zero_shot(ask, folder / family, inputs.texts, MAX_LENGTH)
 
@@ -114,7 +114,7 @@ def test_zero_shot(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
 
 
 @each_case
-def test_rerank(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
+def test_rerank(ask, folder, family, inputs):
     """Documents come in the same order, with the same scores."""
     found = compare.rerank(ask, folder / family, inputs.pairs, MAX_LENGTH)
 
@@ -122,7 +122,7 @@ def test_rerank(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
 
 
 @each_case
-def test_vectors(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
+def test_vectors(ask, folder, family, inputs):
     """Vectors of texts and of tokens, and weights of tokens, equal sentence-transformers' values."""
     found = differences(compare.vectors(ask, folder / family, inputs.texts, MAX_LENGTH))
 
@@ -131,7 +131,7 @@ def test_vectors(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
 
 
 @each_case
-def test_fill_mask(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
+def test_fill_mask(ask, folder, family, inputs):
     """The tokens and their probabilities are the pipeline's."""
     found = compare.fill_mask(ask, folder / family, inputs.texts, MAX_LENGTH)
 
@@ -139,7 +139,7 @@ def test_fill_mask(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
 
 
 @each_case
-def test_ner(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
+def test_ner(ask, folder, family, inputs):
     """Tokens are the same everywhere; words may be others, and long texts are read in another way."""
     found = differences(compare.ner(ask, folder / family, inputs.texts, MAX_LENGTH))
 
@@ -150,7 +150,7 @@ def test_ner(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
 
 
 @each_case
-def test_qa(ask: Ask, folder: Path, family: str, inputs: Inputs) -> None:
+def test_qa(ask, folder, family, inputs):
     """Within a window only the edges of words and characters make a difference."""
     found = differences(compare.qa(ask, folder / family, inputs.questions, MAX_LENGTH))
     short = [(question, context[:200]) for question, context in inputs.questions]

@@ -249,7 +249,7 @@ def as_lists(found: SparseVector) -> tuple[list[int], list[float]]:
 
 
 @each_case
-async def test_parity(case: Case, engine: Engine, folder: Path) -> None:
+async def test_parity(case, engine, folder):
     """The reference's answers to 1e-4 at fp32, for short texts and for texts that are cut."""
     texts = [*TEXTS, LONG]
 
@@ -273,7 +273,7 @@ async def test_similarity_parity(engine, folder):
 
 
 @each_case
-async def test_batch_invariance(case: Case, engine: Engine) -> None:
+async def test_batch_invariance(case, engine):
     """A result is the same alone and in batches with inputs of every other task."""
     alone = [(await results(engine, case, [text]))[0] for text in TEXTS]
 
@@ -382,7 +382,7 @@ async def test_queries_have_no_windows(engine):
 
 
 @each_case
-async def test_errors(case: Case, engine: Engine) -> None:
+async def test_errors(case, engine):
     """A head for another task is refused; a text that is too long fails alone where errors are isolated."""
     with pytest.raises(UnknownHead, match=case.head):
         await engine.answer(case.task(TEXTS), ticket(), ("entities",))

@@ -47,7 +47,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("path", CALLS)
-async def test_calls_return_what_http_returns(service: EmbeddedService, path: str) -> None:
+async def test_calls_return_what_http_returns(service, path):
     """Each call has the numbers, labels and offsets of the native route for the same fields, mounted in a program."""
     name, fields, key = CALLS[path]
     program = FastAPI()
@@ -60,7 +60,7 @@ async def test_calls_return_what_http_returns(service: EmbeddedService, path: st
     assert leaves(reply[key]) == pytest.approx(leaves(found), abs=1e-6)
 
 
-async def test_answers_to_questions(service: EmbeddedService) -> None:
+async def test_answers_to_questions(service):
     """Questions and contexts are two lists, aligned."""
     async with client_of(service.app) as client:
         body = {"inputs": [{"question": TEXTS[1], "context": TEXTS[8]}]}
@@ -80,7 +80,7 @@ def leaves(value: Any) -> list[Any]:
     return value.ravel().tolist() if isinstance(value, np.ndarray) else [value]
 
 
-async def test_wrong_calls_name_their_fault(service: EmbeddedService) -> None:
+async def test_wrong_calls_name_their_fault(service):
     """Options are checked as over HTTP, and a late answer is an error."""
     with pytest.raises(InvalidInput, match="did you mean top_k"):
         await service.classify("a text", top=1)
@@ -90,9 +90,7 @@ async def test_wrong_calls_name_their_fault(service: EmbeddedService) -> None:
         await service.answer(Classification(inputs=TEXTS), timeout_s=0)
 
 
-async def test_two_services_do_not_disturb_each_other(
-    service: EmbeddedService, tiny_bundle: Path
-) -> None:
+async def test_two_services_do_not_disturb_each_other(service, tiny_bundle):
     """Each has its models, answers while the other one opens, and goes on when it ends."""
     other = EmbeddedService(tiny_bundle)
     opening = asyncio.create_task(other.__aenter__())
@@ -110,7 +108,7 @@ async def test_two_services_do_not_disturb_each_other(
         await other.classify(TEXTS)
 
 
-async def test_a_drain_completes_what_was_accepted(service: EmbeddedService) -> None:
+async def test_a_drain_completes_what_was_accepted(service):
     """Accepted calls are answered, later ones are refused, and the application is not ready."""
     accepted = [asyncio.create_task(service.classify(text)) for text in TEXTS]
     await asyncio.sleep(0)
@@ -124,7 +122,7 @@ async def test_a_drain_completes_what_was_accepted(service: EmbeddedService) -> 
         assert 503 == (await client.get("/health/ready")).status_code
 
 
-async def test_models_change_under_calls(tiny_bundle: Path, tmp_path: Path) -> None:
+async def test_models_change_under_calls(tiny_bundle, tmp_path):
     """A second version answers for the name while calls run, without a lost call, and goes again."""
     for number in (1, 2):
         copy = shutil.copytree(tiny_bundle, tmp_path / f"tiny-{number}")
@@ -141,16 +139,16 @@ async def test_models_change_under_calls(tiny_bundle: Path, tmp_path: Path) -> N
         assert await service.classify(TEXTS, model="tiny@2")
 
 
-async def test_a_server_opens_the_service_by_its_lifespan(tiny_bundle: Path) -> None:
+async def test_a_server_opens_the_service_by_its_lifespan(tiny_bundle):
     """A program without an `async with` block gives the application to a server, which runs its lifespan."""
     service = EmbeddedService(tiny_bundle)
     events = iter(["startup", "shutdown"])
     sent = []
 
-    async def receive() -> dict[str, str]:
+    async def receive():
         return {"type": f"lifespan.{next(events)}"}
 
-    async def send(message: Any) -> None:
+    async def send(message):
         sent.append(message["type"])
         if message["type"] == "lifespan.startup.complete":
             assert await service.classify("a text")
@@ -179,7 +177,7 @@ asyncio.run(main())
 """
 
 
-def test_a_program_keeps_its_signals_ports_and_output(tiny_bundle: Path) -> None:
+def test_a_program_keeps_its_signals_ports_and_output(tiny_bundle):
     """A plain program gets no handler of SIGTERM, no port, no process and no line of output."""
     command = [sys.executable, "-W", "error", "-c", PROGRAM, str(tiny_bundle)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)

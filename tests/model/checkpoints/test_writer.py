@@ -97,9 +97,7 @@ class TestWhatWeSave:
         ids=["pretraining", "masked LM"],
     )
     @torch.no_grad()
-    def test_pretraining(
-        self, auto: Any, next_sentence: bool, tmp_path: Path, tokenizer_file: Path
-    ) -> None:
+    def test_pretraining(self, auto, next_sentence, tmp_path, tokenizer_file):
         """transformers reads the pretraining model that we save, with and without next sentences."""
         model = perturb(Pretraining(shape(), next_sentence))
 
@@ -142,7 +140,7 @@ class TestWhatWeSave:
         assert expected == peer.get_vocab()
 
     @torch.no_grad()
-    def test_pairs_end_to_end(self, tmp_path: Path, tokenizer_file: Path) -> None:
+    def test_pairs_end_to_end(self, tmp_path, tokenizer_file):
         """A pair of texts, cut and classified here, gets the logits that it gets in transformers."""
         head = HEADS["single label"]
         vocab_size = Tokenizer.from_file(str(tokenizer_file)).get_vocab_size()

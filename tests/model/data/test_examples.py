@@ -51,7 +51,7 @@ def window(length: int) -> Encoding:
 # -- labels ---------------------------------------------------------------------------------------
 
 
-def test_labels_are_collected_and_sorted() -> None:
+def test_labels_are_collected_and_sorted():
     """Those that a setting does not name are taken from the rows."""
     found = [Text("", "a", None, (label,)) for label in ("pos", "neg", "pos")]
     settings = HeadSettings(task="classification", train=[], demo=True)
@@ -60,7 +60,7 @@ def test_labels_are_collected_and_sorted() -> None:
     assert (head.problem_type, head.demo) == ("single_label_classification", True)
 
 
-def test_given_labels_keep_their_order() -> None:
+def test_given_labels_keep_their_order():
     """What a setting names is taken as it is."""
     settings = HeadSettings(task="classification", train=[], labels=["pos", "neg"])
     assert examples.describe(settings, [], hidden_size=32).labels == ("pos", "neg")
@@ -72,7 +72,7 @@ def write_labels(path: Path, *labels: str) -> str:
     return str(path)
 
 
-def test_training_labels_are_mapped_and_dropped(tmp_path: Path) -> None:
+def test_training_labels_are_mapped_and_dropped(tmp_path):
     """Files with other labels train one head; labels that are not mapped stay."""
     train = [
         write_labels(tmp_path / "five.jsonl", "very bad", "bad", "mixed", "very good"),
@@ -91,9 +91,7 @@ def test_training_labels_are_mapped_and_dropped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"label_map": {"god": "good"}}, {"drop_labels": ["god"]}])
-def test_a_mapped_label_that_no_row_has_is_an_error(
-    settings: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_mapped_label_that_no_row_has_is_an_error(settings, tmp_path):
     """A misspelled label must not leave rows as they are."""
     train = [write_labels(tmp_path / "a.jsonl", "good", "bad")]
     with pytest.raises(DataError, match=r"a\.jsonl: no row has the label 'god'"):
@@ -108,12 +106,12 @@ def test_a_mapped_label_that_no_row_has_is_an_error(
         ({"drop_labels": ["a"]}, "label_map and drop_labels both contain 'a'"),
     ],
 )
-def test_label_maps_are_checked(settings: dict[str, Any], message: str) -> None:
+def test_label_maps_are_checked(settings, message):
     with pytest.raises(ValueError, match=message):
         HeadSettings(**{"task": "classification", "train": [], "label_map": {"a": "b"}, **settings})
 
 
-def test_adjacent_sentences_are_joined_to_more_rows(tmp_path: Path) -> None:
+def test_adjacent_sentences_are_joined_to_more_rows(tmp_path):
     """The single sentences stay, rows are of one file, and the last row may have fewer sentences."""
     files = []
     for name, count in (("a", 5), ("b", 3), ("c", 1)):
@@ -143,7 +141,7 @@ def test_adjacent_sentences_are_joined_to_more_rows(tmp_path: Path) -> None:
         ({"task": "qa", "join_sentences": 2}, "join_sentences: for ner"),
     ],
 )
-def test_joining_is_for_sentences(settings: dict[str, Any], message: str) -> None:
+def test_joining_is_for_sentences(settings, message):
     with pytest.raises(ValueError, match=message):
         HeadSettings(train=[], **settings)
 
@@ -156,7 +154,7 @@ def weighted(settings: HeadSettings, labels: Sequence[str]) -> tuple[Head, list[
     return head, examples.streams("mood", settings, head, drawable)
 
 
-def test_balanced_classes_weigh_the_same() -> None:
+def test_balanced_classes_weigh_the_same():
     """One row in four counts as much as the other three together; so do weights that the settings state."""
     balanced = HeadSettings(task="classification", train=[], class_weights="balanced")
     stated = HeadSettings(
@@ -172,7 +170,7 @@ def test_balanced_classes_weigh_the_same() -> None:
         torch.testing.assert_close(stream.loss(logits, Batch([], labels)).value, expected)
 
 
-def test_classes_of_several_labels_are_balanced() -> None:
+def test_classes_of_several_labels_are_balanced():
     """A label of one row in four weighs three times as much where it holds."""
     kind = "multi_label_classification"
     settings = HeadSettings(
@@ -196,20 +194,20 @@ def test_classes_of_several_labels_are_balanced() -> None:
         ({"class_weights": {"a": 0.0}}, "class_weights: 0.0 of 'a' is not above 0"),
     ],
 )
-def test_class_weights_are_checked(settings: dict[str, Any], message: str) -> None:
+def test_class_weights_are_checked(settings, message):
     """Weights of other tasks, unknown words and weights of 0 are refused by name."""
     with pytest.raises(ValueError, match=message):
         HeadSettings(**{"task": "classification", "train": [], **settings})
 
 
-def test_a_weight_of_an_unknown_label_is_an_error() -> None:
+def test_a_weight_of_an_unknown_label_is_an_error():
     """A misspelled label must not leave its weight at 1."""
     settings = HeadSettings(task="classification", train=[], class_weights={"god": 2.0})
     with pytest.raises(ValueError, match="class_weights: 'god' is none of the labels bad, good"):
         weighted(settings, ["bad", "good"])
 
 
-def test_tags_always_come_in_pairs() -> None:
+def test_tags_always_come_in_pairs():
     """A type of one-word entities needs its I- too, for the word's further tokens."""
     head = examples.describe(
         HeadSettings(task="ner", train=[]), [sentence("Ada Turin", "B-PER B-LOC")], 32
@@ -217,7 +215,7 @@ def test_tags_always_come_in_pairs() -> None:
     assert head.labels == ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")
 
 
-def test_an_embedding_is_described_by_its_pooling() -> None:
+def test_an_embedding_is_described_by_its_pooling():
     """The vector has the encoder's size, and no labels."""
     head = examples.describe(
         HeadSettings(task="embedding", train=[], pooling="cls"), [], hidden_size=32
@@ -225,14 +223,14 @@ def test_an_embedding_is_described_by_its_pooling() -> None:
     assert (head.pooling, head.dimensions, head.labels) == ("cls", 32, ())
 
 
-def test_an_unknown_label_is_named_with_its_place(encoder: Encoder) -> None:
+def test_an_unknown_label_is_named_with_its_place(encoder):
     """A label that the head does not have is an error of the data."""
     head = Head(task="classification", labels=("x", "y"))
     with pytest.raises(DataError, match="f:3: 'z' is none of the labels x, y"):
         list(examples.examples([Text("f:3", "a", None, ("z",))], head, encoder, 0))
 
 
-def test_several_labels_are_a_row_of_zeros_and_ones(encoder: Encoder) -> None:
+def test_several_labels_are_a_row_of_zeros_and_ones(encoder):
     """In the order of the head's labels."""
     head = Head(
         task="classification", labels=("x", "y", "z"), problem_type="multi_label_classification"
@@ -241,7 +239,7 @@ def test_several_labels_are_a_row_of_zeros_and_ones(encoder: Encoder) -> None:
     assert example.labels.tolist() == [1.0, 0.0, 1.0]
 
 
-def test_texts_and_pairs_keep_their_order(encoder: Encoder) -> None:
+def test_texts_and_pairs_keep_their_order(encoder):
     """They are encoded apart, and come back in the order of the rows."""
     head = Head(task="classification", labels=("x",))
     found = [Text("", "a", "b", ("x",)), Text("", "ab", None, ("x",)), Text("", "b", "a", ("x",))]
@@ -265,12 +263,12 @@ SENTENCES = [
 
 
 @pytest.mark.parametrize("row", SENTENCES, ids=lambda row: row.text)
-def test_every_token_has_the_tag_of_its_characters(row: Sentence, encoder: Encoder) -> None:
+def test_every_token_has_the_tag_of_its_characters(row, encoder):
     """Whatever the tokenizer makes of a word: B- on its first token, I- on the others."""
     (encoded,) = encoder.texts([row.text])
     (labels,) = examples.token_labels(row, encoded.windows, LABELS)
     word_at = [number for number, word in enumerate(row.words) for _ in f"{word} "]
-    seen: set[int] = set()
+    seen = set()
     for label, (start, end), sequence in zip(
         labels, encoded.windows[0].offsets, encoded.windows[0].sequence, strict=True
     ):
@@ -284,7 +282,7 @@ def test_every_token_has_the_tag_of_its_characters(row: Sentence, encoder: Encod
     assert len(seen) >= len(row.words) - ("\N{ZERO WIDTH SPACE}" in row.words)
 
 
-def test_words_split_at_punctuation_are_inside_their_entity(encoder: Encoder) -> None:
+def test_words_split_at_punctuation_are_inside_their_entity(encoder):
     """The service sees four words in U.S., the data one; all four are one entity."""
     row = sentence("U.S.", "B-LOC")
     (encoded,) = encoder.texts([row.text])
@@ -294,7 +292,7 @@ def test_words_split_at_punctuation_are_inside_their_entity(encoder: Encoder) ->
     assert tags == ["B-LOC", "I-LOC", "I-LOC", "I-LOC"]
 
 
-def test_entities_in_the_scheme_of_the_head(encoder: Encoder) -> None:
+def test_entities_in_the_scheme_of_the_head(encoder):
     """An entity of the data has the labels of the head's scheme: at its first token, its last, and between."""
     row = sentence("U.S. b A c A", "B-LOC I-LOC I-LOC O B-LOC")
     expected = {
@@ -315,7 +313,7 @@ def test_entities_in_the_scheme_of_the_head(encoder: Encoder) -> None:
         examples.token_labels(row, encoder.texts([row.text])[0].windows, ["O", "B-LOC"])
 
 
-def test_a_type_may_have_a_tag_in_its_name(encoder: Encoder) -> None:
+def test_a_type_may_have_a_tag_in_its_name(encoder):
     """Only the prefix of a tag marks a word's position in its entity."""
     row = sentence("U.S. U.S.", "B-JOB-TITLE B-SUB-ORG")
     names = ("O", "B-JOB-TITLE", "I-JOB-TITLE", "B-SUB-ORG", "I-SUB-ORG")
@@ -324,7 +322,7 @@ def test_a_type_may_have_a_tag_in_its_name(encoder: Encoder) -> None:
     assert told == ["B-JOB-TITLE", *["I-JOB-TITLE"] * 3, "B-SUB-ORG", *["I-SUB-ORG"] * 3]
 
 
-def test_a_window_that_begins_within_a_word_is_inside_its_entity(tokenizer_file: Path) -> None:
+def test_a_window_that_begins_within_a_word_is_inside_its_entity(tokenizer_file):
     """Each token has the same label in every window."""
     encoder = Encoder.from_file(tokenizer_file, 6)
     row = sentence("U.S.A.F. Ada", "B-LOC B-PER")
@@ -350,7 +348,7 @@ def of_bytes() -> Tokenizer:
     return tokenizer.train(["a"], vocab_size=261, family=FAMILIES["roberta"])
 
 
-def test_a_word_begins_once_where_its_first_letter_is_several_tokens(of_bytes: Tokenizer) -> None:
+def test_a_word_begins_once_where_its_first_letter_is_several_tokens(of_bytes):
     """They all have its offsets; the first begins the entity, the others are inside it."""
     (encoded,) = Encoder(of_bytes, 64).texts([BYTES.text])
     (labels,) = examples.token_labels(BYTES, encoded.windows, LABELS)
@@ -360,9 +358,7 @@ def test_a_word_begins_once_where_its_first_letter_is_several_tokens(of_bytes: T
 
 
 @pytest.mark.parametrize("stride", [0, 1, 2])
-def test_a_window_that_begins_within_a_letter_begins_no_word(
-    of_bytes: Tokenizer, stride: int
-) -> None:
+def test_a_window_that_begins_within_a_letter_begins_no_word(of_bytes, stride):
     """Each word begins with the same token in every window."""
     (whole,) = Encoder(of_bytes, 64).texts([BYTES.text])
     (placed,) = examples.place_words(BYTES, whole.windows)
@@ -405,7 +401,7 @@ def text_of(span: Sequence[int], window: Encoding, context: str) -> str:
 
 
 @pytest.mark.parametrize("answer", ["Grace", "the old engine", "Zoë, at dawn", "40", "Turin. Zoë"])
-def test_the_labelled_tokens_are_the_answer(answer: str, narrow: Encoder) -> None:
+def test_the_labelled_tokens_are_the_answer(answer, narrow):
     """In every window that holds it whole; in the others, the null answer."""
     question = asked(answer, occurrence=1)
     (encoded,) = narrow.questions(["Who?"], [CONTEXT], stride=8)
@@ -422,7 +418,7 @@ def test_the_labelled_tokens_are_the_answer(answer: str, narrow: Encoder) -> Non
     assert 0 < whole < len(encoded.windows)
 
 
-def test_an_answer_within_a_token_is_that_token(encoder: Encoder) -> None:
+def test_an_answer_within_a_token_is_that_token(encoder):
     """Data may answer 40 where the text says 40s; the nearest tokens around it are labelled."""
     context = "Ada sold the comet"
     question = QuestionRow("here", "Who?", context, (("om", 14),))
@@ -431,14 +427,14 @@ def test_an_answer_within_a_token_is_that_token(encoder: Encoder) -> None:
     assert "om" in text_of(span, encoded.windows[0], context)
 
 
-def test_a_question_without_answer_is_null_everywhere(narrow: Encoder) -> None:
+def test_a_question_without_answer_is_null_everywhere(narrow):
     """Both ends at [CLS]."""
     (encoded,) = narrow.questions(["Who?"], [CONTEXT], stride=8)
     spans = examples.answer_tokens(QuestionRow("here", "Who?", CONTEXT, ()), encoded.windows)
     assert np.asarray(spans).tolist() == [[0, 0]] * len(encoded.windows)
 
 
-def test_an_answer_longer_than_any_window_is_null(narrow: Encoder) -> None:
+def test_an_answer_longer_than_any_window_is_null(narrow):
     """No window holds it whole."""
     (encoded,) = narrow.questions(["Who?"], [CONTEXT], stride=8)
     spans = examples.answer_tokens(
@@ -447,7 +443,7 @@ def test_an_answer_longer_than_any_window_is_null(narrow: Encoder) -> None:
     assert not np.any(spans)
 
 
-def test_an_answer_that_stands_elsewhere_is_an_error(encoder: Encoder) -> None:
+def test_an_answer_that_stands_elsewhere_is_an_error(encoder):
     """A wrong offset would teach nonsense."""
     (encoded,) = encoder.questions(["Who?"], [CONTEXT])
     with pytest.raises(DataError, match="here: the answer 'Ada' does not stand at 3"):
@@ -457,7 +453,7 @@ def test_an_answer_that_stands_elsewhere_is_an_error(encoder: Encoder) -> None:
 # -- batches --------------------------------------------------------------------------------------
 
 
-def test_an_epoch_takes_every_row_once() -> None:
+def test_an_epoch_takes_every_row_once():
     """Batches run over the end of an epoch into the next, in another order."""
     drawn = [row for step in range(10) for row in examples.draw(5, 4, (1, 0), step)]
     epochs = np.reshape(drawn, (8, 5))
@@ -465,7 +461,7 @@ def test_an_epoch_takes_every_row_once() -> None:
     assert len({tuple(epoch) for epoch in epochs.tolist()}) > 4
 
 
-def test_a_batch_follows_from_seed_and_step_alone() -> None:
+def test_a_batch_follows_from_seed_and_step_alone():
     """The same seed and step give the same batch, in any order; other seeds and heads give others."""
     later, first = examples.draw(100, 8, (1, 0), 7), examples.draw(100, 8, (1, 0), 0)
     assert (examples.draw(100, 8, (1, 0), 0), examples.draw(100, 8, (1, 0), 7)) == (first, later)
@@ -482,7 +478,7 @@ def groups(*sizes: int, negatives: Sequence[int] = ()) -> ExampleStream:
     return ExampleStream("s", "s", found, 4, 1.0, examples.ranking_loss)
 
 
-def test_pairs_are_drawn_from_groups() -> None:
+def test_pairs_are_drawn_from_groups():
     """All first texts come before all second ones; a partner is another text of the same group."""
     stream = groups(5, 2, 3, 5)
     group_of = {len(w): int(e.labels[0]) for e in stream.examples for w in e.encodings}
@@ -498,7 +494,7 @@ def test_pairs_are_drawn_from_groups() -> None:
     assert len(partners) > 20
 
 
-def test_negatives_come_after_all_pairs() -> None:
+def test_negatives_come_after_all_pairs():
     """Negatives follow row by row, as many as each row has, after the numbers of the pair."""
     stream = groups(2, 3, 2, 2, negatives=(2, 1, 0, 3))
     negatives = {
@@ -513,7 +509,7 @@ def test_negatives_come_after_all_pairs() -> None:
             assert label.tolist()[1:] == expected
 
 
-def test_equal_texts_have_equal_numbers(encoder: Encoder) -> None:
+def test_equal_texts_have_equal_numbers(encoder):
     """Over all rows of a head, after the number of the row."""
     head = Head(task="embedding", pooling="mean", dimensions=32)
     found = [Similar("", ("a", "b"), None, ("ab", "a b")), Similar("", ("ab", "ba", "b"), None)]
@@ -522,7 +518,7 @@ def test_equal_texts_have_equal_numbers(encoder: Encoder) -> None:
     assert [(len(example.encodings), example.negatives) for example in made] == [(4, 2), (3, 0)]
 
 
-def test_embeddings_have_the_default_prompt(encoder: Encoder) -> None:
+def test_embeddings_have_the_default_prompt(encoder):
     """Texts of an embedding head are encoded after its default prompt, as the service does."""
     fields = {"prompts": {"query": "ab "}, "default_prompt": "query"}
     head = Head(task="embedding", pooling="mean", dimensions=32)
@@ -538,13 +534,13 @@ def test_embeddings_have_the_default_prompt(encoder: Encoder) -> None:
     assert plain == found
 
 
-def test_drawn_pairs_follow_from_seed_and_step_alone() -> None:
+def test_drawn_pairs_follow_from_seed_and_step_alone():
     """Nothing is remembered from one step to the next."""
     lengths = [[len(e) for e in groups(5, 5, 5).batch((1, 0), 3).encodings] for _ in range(2)]
     assert lengths[0] == lengths[1]
 
 
-def test_scored_texts_and_others_are_learnt_apart(encoder: Encoder) -> None:
+def test_scored_texts_and_others_are_learnt_apart(encoder):
     """Each kind has a stream, with a batch size and a loss of its own."""
     found = [Similar("", ("a", "b"), 0.5), Similar("", ("a", "b", "ab"), None)]
     settings = HeadSettings(
@@ -572,7 +568,7 @@ def pairs(count: int, negatives: Sequence[int] = ()) -> Batch:
     return labelled(*([row, *islice(texts, 2 + extra)] for row, extra in enumerate(more)))
 
 
-def test_every_loss_starts_at_its_chance() -> None:
+def test_every_loss_starts_at_its_chance():
     """An untrained model has the loss of a uniform prediction, so heads start with similar losses."""
     spans = labelled([1, 2], [0, 0], lengths=[6, 6])
     for encoding in spans.encodings:
@@ -596,7 +592,7 @@ def test_every_loss_starts_at_its_chance() -> None:
         assert value.item() == pytest.approx(chance, abs=1e-6)
 
 
-def test_spans_compete_within_their_own_sequence(encoder: Encoder) -> None:
+def test_spans_compete_within_their_own_sequence(encoder):
     """The packed loss is the mean over sequences, each a softmax over [CLS] and its context."""
     encoded = encoder.questions(["Who?", "What?"], ["Ada drew a comet", "Emmy sold it"])
     windows = [e.windows[0] for e in encoded]
@@ -613,7 +609,7 @@ def test_spans_compete_within_their_own_sequence(encoder: Encoder) -> None:
     torch.testing.assert_close(found, torch.stack(expected).mean())
 
 
-def test_a_gradient_through_spans_is_finite(encoder: Encoder) -> None:
+def test_a_gradient_through_spans_is_finite(encoder):
     """Tokens that cannot be answers are ruled out, not divided by."""
     windows = [e.windows[0] for e in encoder.questions(["Who?", "Who?"], ["Ada", "Ada drew"])]
     logits = torch.zeros(sum(map(len, windows)), 2, requires_grad=True)
@@ -638,9 +634,7 @@ def random_vectors(count: int) -> Tensor:
     ids=["none", "row", "anchor", "positive", "positive as negative"],
 )
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_what_is_right_is_no_negative(
-    labels: list[list[int]], right: list[tuple[int, int]], symmetric: bool
-) -> None:
+def test_what_is_right_is_no_negative(labels, right, symmetric):
     """Texts of the same row, of the same anchor, and the own positive wherever it stands do not compete."""
     size, negatives = len(labels), sum(len(label) - 3 for label in labels)
     vectors = random_vectors(2 * size + negatives)
@@ -654,7 +648,7 @@ def test_what_is_right_is_no_negative(
 
 
 @pytest.mark.parametrize("distance", examples.TRIPLET_DISTANCES)
-def test_a_gradient_through_equal_texts_is_finite(distance: str) -> None:
+def test_a_gradient_through_equal_texts_is_finite(distance):
     """An anchor may be its own positive, at a distance of nothing."""
     vectors = random_vectors(2).repeat(3, 1)[:5].requires_grad_()
     found = examples.triplet_loss(vectors, pairs(2, [1]), distance, None, normalize=False)
@@ -673,19 +667,19 @@ def test_a_gradient_through_equal_texts_is_finite(distance: str) -> None:
         ({"margin": -1.0}, "margin: Input should be greater than 0, not -1.0"),
     ],
 )
-def test_settings_of_a_loss_are_checked(settings: dict[str, Any], message: str) -> None:
+def test_settings_of_a_loss_are_checked(settings, message):
     """Before anything is read."""
     with pytest.raises(ValueError, match=message):
         HeadSettings(task="embedding", train=[], **settings)
 
 
-def test_late_interaction_is_not_trained() -> None:
+def test_late_interaction_is_not_trained():
     """The task is refused by name."""
     with pytest.raises(ValueError, match="task: heads of late-interaction are not trained here"):
         HeadSettings(task="late-interaction", train=[])
 
 
-def test_a_triplet_needs_a_negative() -> None:
+def test_a_triplet_needs_a_negative():
     """The error names the first row that has none; scored pairs and ranking need none."""
     found = [
         Similar("f:1", ("a", "b"), None, ("c",)),
@@ -701,7 +695,7 @@ def test_a_triplet_needs_a_negative() -> None:
 # -- grades ---------------------------------------------------------------------------------------
 
 
-def test_a_single_label_is_a_grade(encoder: Encoder) -> None:
+def test_a_single_label_is_a_grade(encoder):
     """From 0 to 1, of a text or a pair."""
     head = examples.describe(
         HeadSettings(task="classification", train=[], labels=["relevant"]), [], 32
@@ -714,7 +708,7 @@ def test_a_single_label_is_a_grade(encoder: Encoder) -> None:
         list(examples.examples(found, head, encoder, 0))
 
 
-def test_a_single_unnamed_label_is_a_mistake() -> None:
+def test_a_single_unnamed_label_is_a_mistake():
     """A classification with one label has no classes to separate."""
     with pytest.raises(DataError, match="f:1: all rows have the label 'x'"):
         examples.describe(
@@ -722,7 +716,7 @@ def test_a_single_unnamed_label_is_a_mistake() -> None:
         )
 
 
-def test_cosent_orders_pairs() -> None:
+def test_cosent_orders_pairs():
     """Every two pairs of different scores count once: log(1 + sum of exp(20 (lower - higher)))."""
     vectors, scores = random_vectors(8), [0.2, 0.9, 0.2, 0.5]
     cosines = F.cosine_similarity(vectors[:4], vectors[4:]).tolist()
@@ -736,7 +730,7 @@ def test_cosent_orders_pairs() -> None:
     assert found.item() == pytest.approx(math.log(1 + total), rel=1e-5)
 
 
-def test_sparse_loss_reads_weights() -> None:
+def test_sparse_loss_reads_weights():
     """The loss is that of the weights log(1 + relu(logit)); the regularizer is the sum of squared mean weights."""
     logits, scores = random_vectors(8), [0.2, 0.9, 0.2, 0.5]
     weights = torch.log1p(logits.clamp(min=0))
@@ -759,13 +753,13 @@ def test_sparse_loss_reads_weights() -> None:
         (0.0, 0.0, 1.0),
     ],
 )
-def test_flops_regularizer_rises(ramp: float, progress: float, expected: float) -> None:
+def test_flops_regularizer_rises(ramp, progress, expected):
     """Its weight rises by the square of the progress, and is constant after the ramp."""
     assert 2.0 * expected == examples.FlopsRegularizer(2.0, ramp).weight_at(progress)
 
 
 @pytest.mark.parametrize("ramp", [-0.1, 1.1])
-def test_flops_ramp_is_a_share(ramp: float) -> None:
+def test_flops_ramp_is_a_share(ramp):
     with pytest.raises(
         ValueError,
         match=rf"flops_ramp: Input should be .* than or equal to [01], not {ramp}",
@@ -773,7 +767,7 @@ def test_flops_ramp_is_a_share(ramp: float) -> None:
         HeadSettings(task="sparse-embedding", train=[], flops_ramp=ramp)
 
 
-def test_a_sparse_head_knows_the_vocabulary() -> None:
+def test_a_sparse_head_knows_the_vocabulary():
     """Its description has the size of the encoder's vocabulary and the activation."""
     settings = HeadSettings(task="sparse-embedding", train=[])
     head = examples.describe(settings, [], hidden_size=32, vocab_size=600)
@@ -784,7 +778,7 @@ def test_a_sparse_head_knows_the_vocabulary() -> None:
         HeadSettings(task="sparse-embedding", train=[], flops=-1.0)
 
 
-def test_pairs_of_one_score_have_nothing_to_learn() -> None:
+def test_pairs_of_one_score_have_nothing_to_learn():
     """CoSENT has no order to go by, and its gradient is zero rather than undefined."""
     vectors = random_vectors(4).requires_grad_()
     loss, chance = examples.cosent_loss(vectors, labelled(*np.float32([0.5, 0.5])))

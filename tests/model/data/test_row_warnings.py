@@ -1,7 +1,6 @@
 """Rows that are readable and probably not meant are counted and named, and training goes on."""
 
 import logging
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ def text(place: int, text: str, label: str) -> Text:
     return Text(f"a.csv:{place}", text, None, (label,))
 
 
-def test_labels_that_differ_in_case_or_blanks() -> None:
+def test_labels_that_differ_in_case_or_blanks():
     """The most frequent one stays; the message has the setting that merges them."""
     labels = ["very good", "very good", "Very  Good", "bad"]
     rows = [text(number, str(number), label) for number, label in enumerate(labels)]
@@ -39,27 +38,27 @@ def test_labels_that_differ_in_case_or_blanks() -> None:
         ([*"abcde", *"xxxxx"], ""),
     ],
 )
-def test_labels_that_are_probably_not_meant(labels: list[str], warning: str) -> None:
+def test_labels_that_are_probably_not_meant(labels, warning):
     rows = [text(number, str(number), label) for number, label in enumerate(labels)]
     found = list(find_warnings(rows))
     assert len(found) == bool(warning)
     assert warning in "".join(found)
 
 
-def test_texts_with_different_labels() -> None:
+def test_texts_with_different_labels():
     rows = [text(n, "same" if n < 4 else str(n), "xy"[n % 2]) for n in range(8)]
     assert list(find_warnings(rows)) == [
         "1 text has different labels in several rows, such as 'same': 'x' (a.csv:0), 'y' (a.csv:1)"
     ]
 
 
-def test_types_of_entities_that_differ_in_case() -> None:
+def test_types_of_entities_that_differ_in_case():
     rows = [Sentence("", ["Ada"], ["B-PER"]), Sentence("", ["Ada"], ["B-Per"])]
     [warning] = find_warnings(rows)
     assert warning.startswith("the labels 'PER' (1 row), 'Per' (1 row) differ in case")
 
 
-def test_values_that_look_missing() -> None:
+def test_values_that_look_missing():
     """They are counted by value and named by their places; other words stay what they are."""
     rows = [text(2, "NaN", "x"), text(3, "a", "N/A"), text(4, " NaN ", "x"), text(5, "nano", "x")]
     assert list(find_warnings(rows)) == [
@@ -68,7 +67,7 @@ def test_values_that_look_missing() -> None:
     ]
 
 
-def test_training_logs_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_training_logs_them(tmp_path, caplog):
     """Blanks around a label are none of its own; what label_map merges is no warning."""
     path = tmp_path / "a.csv"
     path.write_text('text,label\na,"NUM "\nb,NUM\nc,Num\nd,HUM\n')
@@ -86,7 +85,7 @@ def test_training_logs_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     assert not caplog.records
 
 
-def test_columns_of_a_head(tmp_path: Path) -> None:
+def test_columns_of_a_head(tmp_path):
     """The setting holds for all files of the head that name none of their own, and once."""
     path = tmp_path / "a.csv"
     path.write_text("Body,Kind\na,x\n")

@@ -34,7 +34,7 @@ def whole_words(encoder: Encoder) -> list[int]:
     ]
 
 
-def test_neighbors_are_the_most_similar_other_words(encoder: Encoder) -> None:
+def test_neighbors_are_the_most_similar_other_words(encoder):
     """By cosine, so the length of an embedding does not count; special tokens and pieces stay themselves."""
     size = encoder.tokenizer.get_vocab_size()
     embeddings = torch.randn(size, 16, generator=torch.Generator().manual_seed(1))
@@ -49,7 +49,7 @@ def test_neighbors_are_the_most_similar_other_words(encoder: Encoder) -> None:
     assert (found[pieces] == np.asarray(pieces)[:, None]).all()
 
 
-def test_a_small_vocabulary_has_no_neighbors(encoder: Encoder) -> None:
+def test_a_small_vocabulary_has_no_neighbors(encoder):
     """Where there are fewer words than neighbors, all tokens stay."""
     size = encoder.tokenizer.get_vocab_size()
     found = find_neighbors(encoder.tokenizer, torch.randn(size, 4), count=size)
@@ -62,7 +62,7 @@ def shifted(encoder: Encoder, rate: float) -> Replacement:
     return Replacement(((np.arange(size) + 1) % size)[:, None], rate)
 
 
-def test_whole_words_are_replaced_and_labels_stay(encoder: Encoder) -> None:
+def test_whole_words_are_replaced_and_labels_stay(encoder):
     """Pieces of longer words and special tokens stay, and so does all but the ids of an encoding."""
     (pair,) = encoder.pairs(["Ada drew Noetherianism"], ["Noetherianism drew a comet"])
     (window,) = pair.windows
@@ -81,7 +81,7 @@ def test_whole_words_are_replaced_and_labels_stay(encoder: Encoder) -> None:
     np.testing.assert_array_equal(found.token_type_ids, window.token_type_ids)
 
 
-def test_equal_words_stay_equal_in_a_batch(encoder: Encoder) -> None:
+def test_equal_words_stay_equal_in_a_batch(encoder):
     """So a question still shares its words with the text, and a pair its words with each other."""
     windows = [text.windows[0] for text in encoder.texts(["Ada drew a comet near the river"] * 8)]
     replacement = shifted(encoder, 0.5)
@@ -94,12 +94,12 @@ def test_equal_words_stay_equal_in_a_batch(encoder: Encoder) -> None:
     assert len({tuple(drawn[0].input_ids) for drawn in changed}) > 1
 
 
-def test_replacement_follows_from_seed_and_ends_with_the_run(encoder: Encoder) -> None:
+def test_replacement_follows_from_seed_and_ends_with_the_run(encoder):
     """The same seed replaces the same words, fewer as the run goes on and none at its end."""
     windows = [text.windows[0] for text in encoder.texts(["Ada drew a comet near the river"])]
     replacement = shifted(encoder, 0.5)
 
-    def count(progress: float) -> int:
+    def count(progress):
         drawn = [
             replacement.apply(Batch(windows, []), [1, step], progress).encodings[0]
             for step in range(100)
@@ -110,7 +110,7 @@ def test_replacement_follows_from_seed_and_ends_with_the_run(encoder: Encoder) -
     assert count(0.0) > count(0.5) > count(1.0) == 0
 
 
-def test_words_are_replaced_where_a_teacher_answers(tokenizer_file: Path) -> None:
+def test_words_are_replaced_where_a_teacher_answers(tokenizer_file):
     """Without a teacher, an altered text would have the label of another."""
     encoder = Encoder(load_tokenizer(tokenizer_file), 32)
     settings = HeadSettings(task="classification", train=[], replace_words=0.3)
@@ -119,7 +119,7 @@ def test_words_are_replaced_where_a_teacher_answers(tokenizer_file: Path) -> Non
         distillation.training_tasks(rows, "mood", CLASSES, settings, encoder, None)
 
 
-def test_a_share_of_words_is_from_0_to_1() -> None:
+def test_a_share_of_words_is_from_0_to_1():
     with pytest.raises(
         ValueError, match=r"replace_words: Input should be less than or equal to 1, not 1\.5"
     ):

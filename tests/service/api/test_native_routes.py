@@ -394,7 +394,7 @@ async def test_targets_are_limited_as_inputs_are(client_with):
 
 
 @each_task
-async def test_an_answer_says_how_it_was_made(client: Client, path: str) -> None:
+async def test_an_answer_says_how_it_was_made(client, path):
     """Headers tell the stages, the batch, and the bundle with all it ran on."""
     headers = (await client.post(path, json=BODIES[path])).headers
     parse, rest = headers["Server-Timing"].split(", ", 1)
@@ -423,14 +423,8 @@ async def test_an_answer_says_how_it_was_made(client: Client, path: str) -> None
     ],
 )
 async def test_the_engines_errors_are_answered(
-    client: Client,
-    engine: FakeEngine,
-    path: str,
-    kind: type[errors.QuartetError],
-    status: int,
-    code: str,
-    retry_after: str | None,
-) -> None:
+    client, engine, path, kind, status, code, retry_after
+):
     """Each has its status, its code, its message and its headers."""
     engine.error = kind("told so", param="inputs[3]")
     response = await client.post(path, json=BODIES[path])
@@ -440,7 +434,7 @@ async def test_the_engines_errors_are_answered(
 
 
 @each_task
-async def test_malformed_json_is_answered(client: Client, path: str) -> None:
+async def test_malformed_json_is_answered(client, path):
     """Not JSON is 400."""
     response = await client.post(
         path, content=b'{"inputs": NaN}', headers={"Content-Type": "application/json"}
@@ -449,35 +443,35 @@ async def test_malformed_json_is_answered(client: Client, path: str) -> None:
 
 
 @each_task
-async def test_another_content_type_is_answered(client: Client, path: str) -> None:
+async def test_another_content_type_is_answered(client, path):
     """A form is 415."""
     response = await client.post(path, data={"inputs": "a"})
     assert error_of(response) == (415, "unsupported_media_type", "Content-Type")
 
 
 @each_task
-async def test_an_invalid_body_is_answered(client: Client, path: str) -> None:
+async def test_an_invalid_body_is_answered(client, path):
     """An unknown field is 422, by its name."""
     response = await client.post(path, json={**BODIES[path], "temperature": 0})
     assert error_of(response) == (422, "invalid", "temperature")
 
 
 @each_task
-async def test_an_unknown_model_is_answered(client: Client, path: str) -> None:
+async def test_an_unknown_model_is_answered(client, path):
     """A model that is not served is 404."""
     response = await client.post(path, json={**BODIES[path], "model": "huge"})
     assert error_of(response) == (404, "unknown_model", "model")
 
 
 @each_task
-async def test_a_bad_timeout_is_answered(client: Client, path: str) -> None:
+async def test_a_bad_timeout_is_answered(client, path):
     """A header is checked as a field is."""
     response = await client.post(path, json=BODIES[path], headers={"X-Request-Timeout-Ms": "soon"})
     assert error_of(response) == (422, "invalid", "X-Request-Timeout-Ms")
 
 
 @each_task
-async def test_limits_are_the_settings(client_with: ClientWith, path: str) -> None:
+async def test_limits_are_the_settings(client_with, path):
     """The size of a body and the number of inputs are the operator's to set."""
     name = "documents" if path == "/rerank" else "inputs"
     many = {name: [{}] * 3}
@@ -488,9 +482,7 @@ async def test_limits_are_the_settings(client_with: ClientWith, path: str) -> No
 
 
 @each_task
-async def test_long_texts_are_too_large(
-    path: str, client_with: ClientWith, engine: FakeEngine
-) -> None:
+async def test_long_texts_are_too_large(path, client_with, engine):
     """They are refused before they reach the engine, though they would be cut."""
     async with client_with(max_characters_per_input=10) as client:
         first = {"/qa": "question", "/rerank": "query", "/similarity": "source"}
@@ -574,9 +566,7 @@ async def test_bad_inputs_are_null_with_on_error_null(client, engine, path):
 
 
 @each_task
-async def test_bad_inputs_fail_the_request_by_default(
-    client: Client, engine: FakeEngine, path: str
-) -> None:
+async def test_bad_inputs_fail_the_request_by_default(client, engine, path):
     """The engine gets this option, and the response then has no `errors`."""
     answer = await client.post(path, json=BODIES[path] | {"on_error": "fail"})
     assert "errors" not in answer.json()

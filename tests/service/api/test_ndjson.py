@@ -10,7 +10,7 @@ import pytest
 from service import errors
 from service.api.ndjson import MEDIA_TYPE, NdjsonStream, line, wants_lines
 from tests.service.api.test_native_routes import BODIES, USAGE
-from tests.service.fakes import TOKENS, VECTOR, FakeEngine
+from tests.service.fakes import TOKENS, VECTOR
 
 IN_LINES = {"Accept": MEDIA_TYPE}
 SUMMARY = {"model": "tiny@1", "usage": USAGE}
@@ -59,7 +59,7 @@ each_task = pytest.mark.parametrize("path", sorted(BODIES.keys() - {"/rerank", "
 
 
 @each_task
-async def test_each_result_has_a_line(client: httpx.AsyncClient, path: str) -> None:
+async def test_each_result_has_a_line(client, path):
     """The lines contain what the one object would contain, and the last line sums up."""
     body = BODIES[path] if path == "/qa" else {**BODIES[path], "inputs": ["a", "b"]}
     whole = (await client.post(path, json=body)).json()
@@ -100,9 +100,7 @@ async def test_vectors_in_lines_may_be_base64(client):
 
 
 @each_task
-async def test_what_fails_at_once_has_its_status(
-    client: httpx.AsyncClient, engine: FakeEngine, path: str
-) -> None:
+async def test_what_fails_at_once_has_its_status(client, engine, path):
     """An error before the first line is an error like any other."""
     engine.error, engine.tell_first = errors.Overloaded("full", retry_after_s=3), 0
     engine.answer = failing(engine.error)

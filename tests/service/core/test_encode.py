@@ -128,9 +128,7 @@ def refusal(encode: Callable[[], object]) -> tuple[list[int], str] | None:
 class TestTexts:
     @compare
     @given(texts=st.lists(prose, min_size=1, max_size=4), max_length=st.integers(3, 40))
-    def test_cut_as_transformers(
-        self, tokenizer: tokenizers.Tokenizer, peer: Any, texts: list[str], max_length: int
-    ) -> None:
+    def test_cut_as_transformers(self, tokenizer, peer, texts, max_length):
         """A text that is too long is cut where transformers cuts it."""
         encoded = Encoder(tokenizer, max_length).texts(texts)
 
@@ -142,14 +140,7 @@ class TestTexts:
 
     @compare
     @given(text=prose, max_length=st.integers(3, 40), data=st.data())
-    def test_windows_as_transformers(
-        self,
-        tokenizer: tokenizers.Tokenizer,
-        peer: Any,
-        text: str,
-        max_length: int,
-        data: st.DataObject,
-    ) -> None:
+    def test_windows_as_transformers(self, tokenizer, peer, text, max_length, data):
         """Windows lie where transformers' overflowing tokens do, with the same stride."""
         stride = data.draw(st.integers(0, max_length - 3))
 
@@ -166,9 +157,7 @@ class TestTexts:
         truncate=st.sampled_from([True, "window", False]),
         data=st.data(),
     )
-    def test_windows_alone_are_the_same(
-        self, texts: list[str], max_length: int, truncate: Any, data: st.DataObject
-    ) -> None:
+    def test_windows_alone_are_the_same(self, texts, max_length, truncate, data):
         """Without the tokens' places, windows hold the same tokens, and what is refused is refused alike."""
         stride = data.draw(st.integers(0, max_length - 3))
         encoder = Encoder(lettered(), max_length)
@@ -264,9 +253,7 @@ class TestPrompts:
         prompt=st.sampled_from(["The river, ", "un", "12: ", "   ", "cafe"]),
         max_length=st.integers(8, 20),
     )
-    def test_cut_as_transformers(
-        self, peer: Any, tokenizer: tokenizers.Tokenizer, text: str, prompt: str, max_length: int
-    ) -> None:
+    def test_cut_as_transformers(self, peer, tokenizer, text, prompt, max_length):
         """Prompt and text are tokenized together, and the end of both is cut."""
         expected = peer([prompt + text], truncation=True, max_length=max_length)
         encoder = Encoder(tokenizer, max_length)
@@ -329,14 +316,7 @@ class TestPairs:
         pairs=st.lists(prose, min_size=3, max_size=3),
         max_length=st.integers(5, 50),
     )
-    def test_cut_as_transformers(
-        self,
-        tokenizer: tokenizers.Tokenizer,
-        peer: Any,
-        texts: list[str],
-        pairs: list[str],
-        max_length: int,
-    ) -> None:
+    def test_cut_as_transformers(self, tokenizer, peer, texts, pairs, max_length):
         """Of a pair that is too long, the longer text loses tokens first, as in transformers."""
         encoded = Encoder(tokenizer, max_length).pairs(texts, pairs)
 
@@ -367,15 +347,7 @@ class TestQuestions:
         max_length=st.integers(40, 60),
         stride=st.integers(0, 5),
     )
-    def test_windows_as_transformers(
-        self,
-        tokenizer: tokenizers.Tokenizer,
-        peer: Any,
-        question: str,
-        context: str,
-        max_length: int,
-        stride: int,
-    ) -> None:
+    def test_windows_as_transformers(self, tokenizer, peer, question, context, max_length, stride):
         """The question stands whole in every window, and the context is cut, as in transformers."""
         context = context * 3
         encoder = Encoder(tokenizer, max_length)
@@ -438,7 +410,7 @@ class TestOneWithEach:
     @compare
     @given(prose, st.lists(prose, min_size=1, max_size=3), st.booleans())
     @example("the " * 20, ["the " * 16], True)  # each is longer than a window
-    def test_cut_as_pairs(self, first: str, seconds: list[str], truncate: bool) -> None:
+    def test_cut_as_pairs(self, first, seconds, truncate):
         """Each pair has the tokens, types and refusals that it has alone."""
         encoder = Encoder(lettered(), 16)
 
@@ -456,7 +428,7 @@ class TestOneWithEach:
 
     @compare
     @given(prose, prose, st.integers(0, 3))
-    def test_windows_as_questions(self, first: str, second: str, stride: int) -> None:
+    def test_windows_as_questions(self, first, second, stride):
         """Each window has the whole first text and a part of the second, unless the first is too long."""
         encoder = Encoder(lettered(), 16)
         fits = (16 - 3) // 2
@@ -472,7 +444,7 @@ class TestOneWithEach:
 class TestPrefixed:
     @compare
     @given(st.lists(prose, min_size=1, max_size=3), st.booleans(), st.integers(4, 20))
-    def test_cut_as_texts(self, texts: list[str], truncate: bool, length: int) -> None:
+    def test_cut_as_texts(self, texts, truncate, length):
         """Windows and refusals equal the results for texts that begin with the prefix, at that length."""
         whole = Encoder(lettered(), min(length, 16))
 
@@ -552,9 +524,7 @@ class TestOffsets:
 
     @compare
     @given(pairs=st.lists(st.tuples(odd_text, odd_text), min_size=10, max_size=10))
-    def test_pairs_are_their_texts(
-        self, tokenizer: tokenizers.Tokenizer, pairs: list[tuple[str, str]]
-    ) -> None:
+    def test_pairs_are_their_texts(self, tokenizer, pairs):
         """In a pair each text's tokens, places and words are those that it has alone."""
         encoder = Encoder(tokenizer, 512)
         firsts, seconds = zip(*pairs, strict=True)
@@ -571,9 +541,7 @@ class TestOffsets:
 
     @compare
     @given(texts=st.lists(odd_text, min_size=10, max_size=10))
-    def test_as_transformers(
-        self, tokenizer: tokenizers.Tokenizer, peer: Any, texts: list[str]
-    ) -> None:
+    def test_as_transformers(self, tokenizer, peer, texts):
         """Places hold those that transformers gives, and no word is of two words there."""
         expected = peer(texts, return_offsets_mapping=True)
 

@@ -48,14 +48,14 @@ async def turns(throttle: RefusalThrottle, count: int) -> list[float]:
 
 
 @on_leaping_loop
-async def test_few_are_not_held_back() -> None:
+async def test_few_are_not_held_back():
     """As many as the time allows for which one may be held, and one more, may go together after a pause."""
     await asyncio.sleep(1)
     assert await turns(RefusalThrottle(per_s=10, held_s=0.5), 6) == [0.0] * 6
 
 
 @on_leaping_loop
-async def test_many_take_turns() -> None:
+async def test_many_take_turns():
     """Those beyond go one in each tenth of a second that follows, in order."""
     await asyncio.sleep(1)
     held = await turns(RefusalThrottle(per_s=10, held_s=0.5), 9)
@@ -63,14 +63,14 @@ async def test_many_take_turns() -> None:
 
 
 @on_leaping_loop
-async def test_no_refusal_is_delayed_longer() -> None:
+async def test_no_refusal_is_delayed_longer():
     """The delay has a limit for any number of refusals."""
     held = await turns(RefusalThrottle(per_s=10, held_s=0.2), 100)
     assert max(held) == pytest.approx(0.2)
 
 
 @on_leaping_loop
-async def test_no_more_are_held_than_that() -> None:
+async def test_no_more_are_held_than_that():
     """The one that has waited longest goes instead."""
     await asyncio.sleep(1)
     throttle = RefusalThrottle(per_s=1, held_s=10, most=3)
@@ -83,7 +83,7 @@ async def test_no_more_are_held_than_that() -> None:
 
 
 @on_leaping_loop
-async def test_a_disconnected_client_ends_its_delay() -> None:
+async def test_a_disconnected_client_ends_its_delay():
     """A delay that no client waits for any more has no effect."""
     throttle = RefusalThrottle(per_s=20, held_s=1, most=100)
     waiting = [asyncio.create_task(throttle.turn()) for _ in range(25)]
@@ -106,7 +106,7 @@ def chain(throttle: RefusalThrottle, gone: list[int], name: int, left: int) -> C
 
 
 @on_leaping_loop
-async def test_refusals_that_follow_each_other_do_not_nest() -> None:
+async def test_refusals_that_follow_each_other_do_not_nest():
     """Neither evicted refusals nor those that go together after a pause recurse."""
     await asyncio.sleep(1000)
     gone = []
@@ -119,7 +119,7 @@ async def test_refusals_that_follow_each_other_do_not_nest() -> None:
 
 
 @on_leaping_loop
-async def test_a_refusal_that_fails_affects_no_other() -> None:
+async def test_a_refusal_that_fails_affects_no_other():
     """Its exception does not reach the connection whose refusal evicts it."""
     await asyncio.sleep(1)
     loop, gone, errors = asyncio.get_running_loop(), [], []
