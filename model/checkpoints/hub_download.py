@@ -26,7 +26,8 @@ CONFIG_FILES = ("config.json", "heads.json", "provenance.json", ADAPTER)
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.txt", "vocab.json", "merges.txt"),
-    *("sentencepiece.bpe.model", "spiece.model", "spm.model", "tokenizer.model"),
+    *("sentencepiece.bpe.model", "sentencepiece.model", "spiece.model"),
+    *("spm.model", "tokenizer.model"),
 )
 # All files but weights that a reader opens, at the top or in a module's folder.
 SETTINGS_FILES = (

@@ -25,7 +25,7 @@ SAVED = "tokenizer.json"
 SAVE = "load it with transformers' AutoTokenizer and write it with save_pretrained to get tokenizer.json"
 VOCABULARIES = (
     *(SAVED, "vocab.txt", "vocab.json", "tokenizer.model", "spm.model"),
-    *("sentencepiece.bpe.model", "spiece.model"),
+    *("sentencepiece.bpe.model", "sentencepiece.model", "spiece.model"),
 )
 PROBE = "a \u2603\U0010fffe"  # a letter, and characters that no vocabulary has
 # Repetitions, on which a regular expression that tries every way to split a text exceeds its library's limit.

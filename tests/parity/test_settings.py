@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import random
 import re
 import shutil
 from collections.abc import Callable
@@ -115,6 +116,13 @@ MODEL_TYPES = {  # a model type of each class
     "CamembertTokenizer": "camembert",
     "AlbertTokenizer": "albert",
     "DebertaV2Tokenizer": "deberta-v2",
+    "MBart50Tokenizer": "mbart",
+    "T5Tokenizer": "t5",
+    "XLNetTokenizer": "xlnet",
+}
+MODEL_FILES = {  # of classes whose SentencePiece model has another name than `sentencepiece.bpe.model`
+    "DebertaV2Tokenizer": "spm",
+    **dict.fromkeys(("AlbertTokenizer", "T5Tokenizer", "XLNetTokenizer"), "spiece"),
 }
 
 
@@ -439,15 +447,16 @@ def make_sentencepiece(folder: Path, name: str) -> sentencepiece.SentencePiecePr
     """Write a directory whose only vocabulary is a SentencePiece model with its usual normalization."""
     corpus = folder / "corpus.txt"
     corpus.write_text("\n".join([*samples.corpus(), *COMPOSED]), encoding="utf-8")
-    prefix = str(folder / ("spm" if name == "DebertaV2Tokenizer" else "sentencepiece.bpe"))
+    prefix = str(folder / MODEL_FILES.get(name, "sentencepiece.bpe"))
     special = {"pad_piece": "[PAD]", "bos_piece": "[CLS]", "eos_piece": "[SEP]"}
+    options = {"AlbertTokenizer": special, "DebertaV2Tokenizer": special | {"unk_piece": "[UNK]"}}
     sentencepiece.SentencePieceTrainer.train(
         input=str(corpus),
         model_prefix=prefix,
         vocab_size=160,
         hard_vocab_limit=False,
         minloglevel=2,
-        **(special | {"unk_piece": "[UNK]"} if name == "DebertaV2Tokenizer" else {}),
+        **options.get(name, {}),
     )
     write_json(folder / "config.json", {"model_type": MODEL_TYPES[name]})
     write_json(folder / "tokenizer_config.json", {"tokenizer_class": name})
@@ -473,6 +482,43 @@ def test_sentencepiece(name, tmp_path):
     pieces = [[theirs.id_to_piece(index) for index in ids] for ids in theirs.encode(texts)]
     assert [[ours.token_to_id(piece) for piece in row] for row in pieces] == found
     assert any(unknown not in ids for ids in found)
+
+
+RANGES = (  # of scripts, full width forms, compatibility characters, emoji, controls and characters of zero width
+    *((0x20, 0x7F), (0xA0, 0x250), (0x300, 0x370), (0x370, 0x500), (0x591, 0x5EB), (0x61B, 0x66A)),
+    *((0x900, 0x980), (0xE01, 0xE3B), (0x1100, 0x1200), (0x3041, 0x3100), (0x4E00, 0x4E80)),
+    *((0xAC00, 0xAC80), (0xFB00, 0xFB50), (0xFF00, 0xFFF0), (0x2100, 0x2190), (0x1D400, 0x1D450)),
+    *((0x1F300, 0x1F380), (0x00, 0x20), (0x7F, 0xA0), (0x200B, 0x2010), (0x2028, 0x2070)),
+)
+
+
+def script_texts(count):
+    """Return texts whose words have characters of one range, or of two."""
+    rng = random.Random(1)
+    texts = []
+    for _ in range(count):
+        words = []
+        for _ in range(rng.randint(1, 8)):
+            ranges = rng.choices(RANGES, k=2)
+            places = (rng.choice((*ranges, ranges[0])) for _ in range(rng.randint(1, 6)))
+            words.append("".join(chr(rng.randrange(*place)) for place in places))
+        texts.append(rng.choice((" ", "", "  ", "\u3000")).join(words))
+    return texts
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("AlbertTokenizer", "CamembertTokenizer", "MBart50Tokenizer"),
+        *("T5Tokenizer", "XLMRobertaTokenizer", "XLNetTokenizer"),
+    ],
+)
+def test_sentencepiece_of_every_class(name, tmp_path):
+    """The ids of texts of many scripts are those of the class in transformers."""
+    make_sentencepiece(tmp_path, name)
+    ours, theirs = read_tokenizer(tmp_path), getattr(transformers, name).from_pretrained(tmp_path)
+    texts = script_texts(2000)
+    assert theirs(texts)["input_ids"] == [encoding.ids for encoding in ours.encode_batch(texts)]
 
 
 def test_sentencepiece_without_its_normalization(tmp_path):
