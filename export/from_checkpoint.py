@@ -53,12 +53,16 @@ HALF_WEIGHTS = "fp16.weights.bin"
 
 def draft_bundle(
     request: ExportRequest, folder: Path, show: Show
-) -> tuple[Encoder, Bundle, ExportReport]:
-    """Trace, quantize and check a checkpoint's model: a bundle of all its graphs in `folder`."""
+) -> tuple[ExportRequest, Encoder, Bundle, ExportReport]:
+    """Trace, quantize and check a checkpoint's model: a bundle of all its graphs in `folder`.
+
+    Returns the request with the metadata of the checkpoint, too.
+    """
     source = read_source(request.checkpoint, request.task)
     choose_pooling(request, source)
     metadata = provenance.with_commit(request.metadata, request.checkpoint, source.folder)
-    request = replace(request, metadata=provenance.with_teachers(metadata, source.folder))
+    metadata = provenance.with_teachers(metadata, source.folder)
+    request = replace(request, metadata=provenance.with_training(metadata, source.folder))
     encoder = Encoder(source.tokenizer, choose_max_length(request, source.max_length))
     heads = choose_dimensions(request, source.model.described)
     check_evaluations(request, heads)
@@ -96,7 +100,7 @@ def draft_bundle(
         graphs=graph_records(folder),
         embedding_space=embedding_space(heads, folder / WEIGHTS, folder / TOKENIZER),
     )
-    return encoder, draft, check_graphs(draft, checked, expected, show)
+    return request, encoder, draft, check_graphs(draft, checked, expected, show)
 
 
 def choose_pooling(request: ExportRequest, source: Source) -> None:
@@ -245,5 +249,5 @@ def write_encoder(request: ExportRequest, folder: Path, tokenizer: Path, show: S
     source = read_source(request.checkpoint, request.task)
     with writer.replacing(folder) as partial:
         writer.save_encoder(partial, source.model.encoder, tokenizer, torch.float16)
-        writer.save_teachers(partial, read_teachers(source.folder))
+        writer.save_provenance(partial, read_teachers(source.folder))
     show(f"{folder}: the encoder in half precision, which training can start from")

@@ -33,11 +33,14 @@ BATCH_CHECK_LENGTH = 256  # tokens of the longest text in the batch that an exte
 
 def draft_bundle(
     request: ExportRequest, folder: Path, show: Show
-) -> tuple[Encoder, Bundle, ExportReport]:
-    """Attach a head to an external graph, and check it: a bundle of that one graph in `folder`."""
+) -> tuple[ExportRequest, Encoder, Bundle, ExportReport]:
+    """Attach a head to an external graph, and check it: a bundle of that one graph in `folder`.
+
+    Returns the request with the metadata of the graph's directory, too.
+    """
     external = onnx_source.read_external(request.checkpoint, request.task)
     metadata = provenance.with_commit(request.metadata, request.checkpoint, external.folder)
-    request = replace(request, metadata=metadata)
+    request = replace(request, metadata=provenance.with_training(metadata, external.folder))
     encoder = Encoder(external.tokenizer, choose_max_length(request, external.max_length))
     encodings = goldens.golden_encodings(encoder, {})
     outputs = onnx_source.run_external(external, encodings)
@@ -64,7 +67,7 @@ def draft_bundle(
         graphs=[record],
         embedding_space=embedding_space(heads, *filter(Path.is_file, files)),
     )
-    return encoder, *check_external(draft, expected, encoder, show)
+    return request, encoder, *check_external(draft, expected, encoder, show)
 
 
 def check_external(

@@ -122,8 +122,10 @@ def _data(manifest: Manifest) -> str:
 
 def _terms(manifest: Manifest) -> str:
     own = " The data sets have terms of their own, above." * bool(manifest.provenance.datasets)
+    named = manifest.weights_license
+    weights = "no license is named" if named == "unknown" else named
     text = (
-        f"Weights: {manifest.weights_license}.{own}\n\n"
+        f"Weights: {weights}.{own}\n\n"
         f"Do the terms of the data allow commercial use? {manifest.provenance.commercial_use}"
     )
     by_head = manifest.provenance.commercial_use_by_head(manifest.heads)

@@ -46,7 +46,7 @@ def export(request: ExportRequest, show: Show) -> Manifest:
             from export.from_graph import draft_bundle
         else:  # which needs torch
             from export.from_checkpoint import draft_bundle
-        encoder, draft, report = draft_bundle(request, full, show)
+        request, encoder, draft, report = draft_bundle(request, full, show)
         draft = vector_ranges.add_ranges(draft, encoder, request.calibration, show)
         metrics = measure(draft, encoder, request, show)
         finished = finish(draft, report, metrics, request)

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from model.checkpoints.card import PROVENANCE, read_license, read_training
+from model.checkpoints.errors import CheckpointError
 from model.checkpoints.hub_download import commit_of, split_name
 from model.data import checksums
 
@@ -35,6 +37,43 @@ def with_teachers(metadata: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
     teachers = read_teachers(folder)
     return {**metadata, "provenance": {"teachers": teachers, **metadata.get("provenance", {})}}
+
+
+def with_training(metadata: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Add the license and the training of a checkpoint, unless the metadata states them.
+
+    Raises CheckpointError for a description of training that `finetune` does not write.
+    """
+    training, license_name = read_training(folder), read_license(folder)
+    own = {}
+    if training:
+        try:
+            license_name = license_name or training["license"]
+            own = _describe(training)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{folder / PROVENANCE}: training: {error!r}") from None
+    if license_name:
+        own["weights_license"] = license_name
+    return {**own, **metadata}
+
+
+def _describe(training: Mapping[str, Any]) -> dict[str, str]:
+    """Return the description of a model, and how it was trained, for its card."""
+    from model.training.training_run import show_metrics  # which imports torch
+
+    texts = []
+    for name, head in training["heads"].items():
+        text = f"`{name}`: {head['examples']:,} examples of {', '.join(head['files'])}."
+        if "metrics" in head:
+            text += f" Before export: {show_metrics(head['metrics'])}, on {head['measured_on']}."
+        texts.append(text)
+    described = {"training": "\n\n".join(texts)}
+    if base := training["base"]:
+        terms = training["license"] or "its card names none"
+        described["description"] = (
+            f"Trained with Quartet from the base model `{base}` (license: {terms})."
+        )
+    return described
 
 
 def with_commit(metadata: Mapping[str, Any], name: str, folder: Path) -> dict[str, Any]:

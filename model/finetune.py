@@ -26,6 +26,7 @@ import torch
 
 from model import config, dev_report, evaluate
 from model.checkpoints import reader, writer
+from model.checkpoints.card import read_license
 from model.checkpoints.errors import CheckpointError
 from model.checkpoints.source import tokenizer_file as own_tokenizer
 from model.data import examples, head_rows
@@ -41,6 +42,7 @@ from model.training.run_record import RunRecord, check_output
 from model.training.token_matching_init import init_token_matching
 from model.training.training_run import TrainingRun, run_script, show_metrics
 from service.core import bundle
+from service.core.data_files import sources
 from service.core.encode import Encoder, load_tokenizer
 
 
@@ -151,10 +153,15 @@ def save_checkpoint(
     model: EncoderWithHeads,
     tokenizer: Path,
     teachers: Sequence[str],
+    training: Mapping[str, Any],
     describe: Callable[[Path, int], None],
     step: int,
 ) -> None:
-    """Write a checkpoint with none, one or several heads in one rename. describe: writes what the run was"""
+    """Write a checkpoint with none, one or several heads in one rename.
+
+    training: for the card of its bundle
+    describe: writes what the run was
+    """
     with writer.replacing(folder) as partial:
         if not model.described:
             writer.save_encoder(partial, model.encoder, tokenizer)
@@ -162,7 +169,7 @@ def save_checkpoint(
             writer.save_head(partial, model, next(iter(model.described)), tokenizer)
         else:
             writer.save_joint(partial, model, tokenizer)
-        writer.save_teachers(partial, teachers)
+        writer.save_provenance(partial, teachers, training)
         describe(partial, step)
 
 
@@ -341,11 +348,13 @@ def train(
                 f"{run.output} ended early at step {end:,}, {s.patience} evaluations without a better"
                 " score: no step is added. To train further: another --patience with --fresh"
             )
+        training = describe_training(s, tasks)
         save = functools.partial(
             save_checkpoint,
             run.output / "checkpoint",
             tokenizer=tokenizer_file,
             teachers=teachers,
+            training=training,
             describe=run.describe_checkpoint,
         )
         for step in range(state["step"], end):
@@ -419,6 +428,8 @@ def train(
             best_model, outputs = reader.load_model(run.output / "checkpoint").to(device), {}
             metrics = evaluate_heads(best_model, s, encoders, dev, torch.float32, 0, outputs)
             calibrations, sections = examine(best_model, s, dev, outputs)
+            for name, values in metrics.items():
+                training["heads"][name] |= {"metrics": values, "measured_on": dev[name].origin}
             save(best_model, step=best_step)
         result = {"heads": metrics, **describe_run(run, model, end, best_step)}
         if calibrations:
@@ -431,6 +442,19 @@ def train(
         write_report(run, s, result, sections)
         run.log(f"report: {run.output / page.PAGE}")
     return result
+
+
+def describe_training(s: FinetuneSettings, tasks: Sequence[TrainingTask]) -> dict[str, Any]:
+    """Return the base checkpoint, its license, and the files and the number of training examples of each head."""
+    heads: dict[str, dict[str, Any]] = {
+        name: {
+            "examples": sum(task.stream.size for task in tasks if task.stream.head == name),
+            "files": [Path(sources.split(file)[0]).name for file in head.train],
+        }
+        for name, head in s.heads.items()
+    }
+    license_name = read_license(reader.locate(s.init_from)) if s.init_from else ""
+    return {"base": s.init_from, "license": license_name, "heads": heads}
 
 
 def describe_run(

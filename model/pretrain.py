@@ -408,7 +408,7 @@ def _pretrain(s: PretrainSettings, ranks: Ranks) -> None:
             if ranks.is_leader:
                 with writer.replacing(run.output / "checkpoint") as partial:
                     writer.save_pretraining(partial, model, Path(s.tokenizer))
-                    writer.save_teachers(partial, teachers)
+                    writer.save_provenance(partial, teachers)
                     run.describe_checkpoint(partial, step)
 
         def report(step: int, **results: float) -> None:

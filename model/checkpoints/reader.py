@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from model.bert import Bert
+from model.checkpoints.card import PROVENANCE
 from model.checkpoints.config_table import check_config
 from model.checkpoints.errors import CheckpointError
 from model.checkpoints.head_config import (
@@ -54,7 +55,6 @@ M = TypeVar("M", bound=nn.Module)
 
 FIRST_COLBERT = "HF_ColBERT"  # the architecture of the first ColBERT code
 MASKED_LM = ("fill-mask", "sparse-embedding")  # tasks of heads with an output matrix
-PROVENANCE = "provenance.json"  # fields for the manifest's provenance, where a checkpoint has any
 # Pretraining cannot resume without these parts; without a next-sentence head it begins with a fresh one.
 REQUIRED_PARTS = {"masked_lm": "masked language model", "replaced": "judge of replaced tokens"}
 

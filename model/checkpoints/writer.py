@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import nn
 
+from model.checkpoints.card import PROVENANCE
 from model.checkpoints.head_config import HEAD_FIELDS, IDENTITY, ONE_LABEL, SIGMOID
 from model.checkpoints.hub_names import (
     Tensors,
@@ -25,7 +26,6 @@ from model.checkpoints.hub_names import (
     single_names,
     to_hub,
 )
-from model.checkpoints.reader import PROVENANCE
 from model.checkpoints.sentence_config import POOLING_MODES, ROOT, SENTENCE_FILES, TOKENS
 from model.config import BertConfig
 from model.families.registry import family_of
@@ -62,11 +62,15 @@ def _partial(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.partial")
 
 
-def save_teachers(folder: Path, teachers: Sequence[str]) -> None:
-    """Write the names of a checkpoint's teachers, if it has any."""
-    if teachers:
-        document = json.dumps({"teachers": teachers}, indent=2)
-        (folder / PROVENANCE).write_text(document + "\n", encoding="utf-8")
+def save_provenance(
+    folder: Path, teachers: Sequence[str], training: Mapping[str, Any] | None = None
+) -> None:
+    """Write the names of a checkpoint's teachers, and a description of its training, if it has any."""
+    fields = {"teachers": teachers, "training": training}
+    document = {name: value for name, value in fields.items() if value}
+    if document:
+        text = json.dumps(document, indent=2) + "\n"
+        (folder / PROVENANCE).write_text(text, encoding="utf-8")
 
 
 def save_encoder(

@@ -20,8 +20,8 @@ STYLE = """
 :root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; border-bottom: 1px solid #8884; }
-h3 { font-size: 1rem; margin: 1.2rem 0 0.3rem; }
-table { border-collapse: collapse; margin: 0.5rem 0; }
+h3 { font-size: 1rem; margin: 1.2rem 0 0.3rem; } h1, h2, p, figcaption { overflow-wrap: anywhere; }
+table { border-collapse: collapse; margin: 0.5rem 0; display: block; overflow-x: auto; }
 td, th { padding: 0.2rem 0.7rem; text-align: left; vertical-align: top; }
 th { font-weight: 600; } tr + tr td { border-top: 1px solid #8883; }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }

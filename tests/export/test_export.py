@@ -294,6 +294,58 @@ def test_the_teachers_of_a_checkpoint(training, tiny_checkpoint, out, tmp_path):
     assert f"## How it was trained\n\n{expected}\n\n#" in (out / "README.md").read_text()
 
 
+@pytest.mark.parametrize(
+    ("front", "expected"),
+    [
+        ("---\nlanguage: en\nlicense: apache-2.0\n---\n", "apache-2.0"),
+        ("---\r\nlicense:\r\n- mit\r\n---\r\n", "mit"),
+        ("---\nlicense: other\nlicense_name: 'of-its-own'\n---\n", "of-its-own"),
+        ("# Model\n\nlicense: mit\n", "no license is named"),
+    ],
+)
+def test_the_license_of_a_checkpoint(front, expected, tiny_checkpoint, out, tmp_path):
+    """The front matter of its card names it; `weights_license` replaces it."""
+    folder = shutil.copytree(tiny_checkpoint, tmp_path / "licensed")
+    (folder / "README.md").write_text(front, newline="")
+    assert 0 == export(folder, out, "--precision", "fp32")
+    assert f"## Terms\n\nWeights: {expected}.\n" in (out / "README.md").read_text()
+    (tmp_path / "told.toml").write_text('weights_license = "CC0-1.0"')
+    assert 0 == export(
+        folder, out, "--precision", "fp32", "--replace", "--provenance", tmp_path / "told.toml"
+    )
+    assert "CC0-1.0" == bundle.load(out).manifest.weights_license
+
+
+TRAINED = {
+    "base": "a/base",
+    "license": "mit",
+    "heads": {
+        "mood": {
+            "examples": 1216,
+            "files": ["a.csv"],
+            "metrics": {"accuracy": 0.5},
+            "measured_on": "24 of 1,240 rows of a.csv",
+        }
+    },
+}
+
+
+def test_the_card_of_a_trained_checkpoint(tiny_checkpoint, out, tmp_path, capsys):
+    """It has the base model with its license, the rows, and the scores on those that were held out."""
+    trained = taught_copy(tiny_checkpoint, json.dumps({"training": TRAINED}), tmp_path / "trained")
+    assert 0 == export(trained, out, "--precision", "fp32")
+    card = (out / "README.md").read_text()
+    for text in (
+        "Trained with Quartet from the base model `a/base` (license: mit).",
+        "`mood`: 1,216 examples of a.csv. Before export: accuracy 0.5000, on 24 of 1,240 rows of a.csv.",
+        "Weights: mit.",
+    ):
+        assert text in card
+    (trained / "provenance.json").write_text(json.dumps({"training": {"base": "a"}}))
+    assert 1 == export(trained, out, "--precision", "fp32", "--replace")
+    assert "provenance.json: training: KeyError('license')" in capsys.readouterr().err
+
+
 def test_the_encoder_is_a_checkpoint(tiny_checkpoint, out, tmp_path, capsys):
     """`--encoder` writes half-precision tensors that training can start from, with the names of the teachers."""
     student = taught_copy(tiny_checkpoint, TAUGHT, tmp_path / "student")

@@ -688,6 +688,14 @@ def test_a_run_records_its_settings_and_results(start, tmp_path):
     assert json.loads((tmp_path / "run/metrics.json").read_text()) == result
     assert (tmp_path / "run/loss.png").read_bytes().startswith(b"\x89PNG")
     assert result["tokens_per_second"] > 0
+    provenance = json.loads((tmp_path / "run/checkpoint/provenance.json").read_text())
+    expected = {
+        "examples": 16,
+        "files": [Path(start.data["names"]).name],
+        "metrics": result["heads"]["names"],
+        "measured_on": start.data["names"],
+    }
+    assert {"names": expected} == provenance["training"]["heads"]
     start({"names": table}, steps=2)  # of which nothing is left to train
     assert json.loads((tmp_path / "run/metrics.json").read_text()) == result
 

@@ -2,9 +2,11 @@
 
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import matplotlib.figure
 import pytest
+from playwright.sync_api import sync_playwright
 
 from model.report import page
 from model.report.page import Figure, Report, Section
@@ -12,6 +14,7 @@ from model.report.page import Figure, Report, Section
 EXTERNAL = re.compile(
     r"""(?:src|href)\s*=\s*["'](?!data:)|url\(|@import|<script|<link|<iframe""", re.IGNORECASE
 )
+CHROMIUM = Path("/usr/bin/chromium")
 HOSTILE = "<script>alert(1)</script> & \"x\" 'y' </td> \ud800"
 
 
@@ -80,3 +83,22 @@ def test_numbers_are_aligned():
     """A column of numbers is one; a column with a text is not."""
     found = page.table(["a", "b"], [[1, "x"], [12345, 2.0]])
     assert '<td class="number">12,345</td><td>2.0000</td>' in found
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+@pytest.mark.skipif(not CHROMIUM.exists(), reason=f"{CHROMIUM} is not installed")
+def test_a_page_fits_a_phone(tmp_path):
+    """Nothing is wider than 390 pixels but tables, which scroll by themselves."""
+    report = Report(f"Training {'runs/of-a-long-name/' * 5}")
+    body = page.table(["label", *"abcdefgh"], [["one of many words", *[0.5] * 8]] * 3)
+    report.add(
+        Section("wide", "x" * 80, body + page.figures({"y" * 80: "<svg width='900'></svg>"}))
+    )
+    report.write(tmp_path)
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+        view = browser.new_page(viewport={"width": 390, "height": 800})
+        view.goto((tmp_path / page.PAGE).as_uri())
+        assert 390 == view.evaluate("document.documentElement.scrollWidth")
+        browser.close()
