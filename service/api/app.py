@@ -27,7 +27,7 @@ from service.api.route_table import RouteTable
 from service.core.bundle import Task
 from service.engines.registry import Engines
 from service.errors import MethodNotAllowed, NotFound
-from service.middleware.access_control import KeyCheck, access_checks
+from service.middleware.access_control import LIVE, KeyCheck, access_checks
 from service.middleware.early_rejection import EarlyRejection
 from service.middleware.request_lifecycle import (
     LifecycleMiddleware,
@@ -262,4 +262,5 @@ def add_pages(app: FastAPI) -> None:
 
     app.add_route("/", partial(show, "index.html"), include_in_schema=False)
     app.add_route(DOCS, partial(show, "docs.html"), include_in_schema=False)
+    app.add_route(LIVE, partial(show, "live.html"), include_in_schema=False)
     app.mount("/static", pages, name="static")

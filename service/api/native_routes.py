@@ -21,6 +21,7 @@ from service.api.engine_call import (
     receive_call,
     service_of,
 )
+from service.api.event_stream import EventStream
 from service.api.json_responses import JsonResponse
 from service.api.response_compression import compress
 from service.api.responses import (
@@ -295,6 +296,13 @@ async def ready(request: Request) -> Response:
     """New requests may be sent here; 503 until the bundles are open, and again from SIGTERM on."""
     service_of(request).check_ready()
     return json_response({"status": "ready"})
+
+
+@router.get("/live/events", include_in_schema=False)
+async def live_events(request: Request) -> Response:
+    """What the device does, as server-sent events."""
+    service = service_of(request)
+    return EventStream(service.metrics.watch_live, lambda: service.draining)
 
 
 @router.get("/metrics", **openapi.text(CONTENT_TYPE))

@@ -53,12 +53,14 @@ class NdjsonStream:
     """Queue of lines between the engine and the response. `take` returns all waiting lines together."""
 
     def __init__(self) -> None:
+        self.size = 0  # bytes that wait
         self._waiting: list[bytes] = []
         self._ended = False
         self._more = asyncio.Event()
 
     def add(self, made: bytes) -> None:
         self._waiting.append(made)
+        self.size += len(made)
         self._more.set()
 
     def end(self) -> None:
@@ -70,6 +72,7 @@ class NdjsonStream:
         await self._more.wait()
         chunk = b"".join(self._waiting)
         self._waiting.clear()
+        self.size = 0
         if not self._ended:
             self._more.clear()
         return chunk

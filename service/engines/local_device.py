@@ -369,7 +369,8 @@ class LocalDevice:
             self._self_tests.ended_well(stats.bundle)
         for entry, error in stats.failed.items():
             self._tell_poison(entry, error)
-        self._metrics.observe_batch(stats)
+        runner = self._runners.get(stats.bundle)  # None if it is unloaded since
+        self._metrics.observe_batch(stats, runner is not None and runner.padded)
 
     def _tell_poison(self, entry: Entry, error: InferenceFailed) -> None:
         """Log an input that fails inference, with enough to identify it and without its text."""

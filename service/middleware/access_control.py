@@ -20,10 +20,14 @@ from service.middleware.request_lifecycle import Check
 from service.settings import Settings
 
 PRIORITY_HEADER = "X-Priority"
-OPEN = frozenset({"/", "/docs", "/openapi.json"})
+LIVE, LIVE_EVENTS = "/live", "/live/events"
+OPEN = frozenset({"/", "/docs", "/openapi.json", LIVE})
 HEALTH = "/health/"
 OPEN_BELOW = (HEALTH, "/v2/health/", "/static/")
 METRICS = "/metrics"
+MEASURES = frozenset(
+    {METRICS, LIVE_EVENTS}
+)  # need the permission "metrics", or have a port of their own
 KEY_HEADERS = ("api-key", "x-api-key")  # of clients of other servers
 ADMIN = "/admin"
 ADMIN_BELOW = (f"{ADMIN}/", "/v2/repository/models/")
@@ -37,7 +41,7 @@ def access_checks(settings: Settings) -> Sequence[Check]:
     all_read = settings.api_key is None and settings.api_keys is None
     assert all_read, "our bug: there are keys that were not read"
     apart = settings.metrics_port
-    is_open = OPEN if apart is None else OPEN | {METRICS}
+    is_open = OPEN if apart is None else OPEN | MEASURES
     checks: list[Check] = [] if apart is None else [PortCheck(apart)]
     if settings.allowed_hosts or is_local(settings):
         checks.insert(0, HostCheck(settings.allowed_hosts))
@@ -90,7 +94,7 @@ class HostCheck:
 
 
 class PortCheck:
-    """Check that serves the metrics on their own port only, and there nothing else but health routes."""
+    """Check that serves metrics and live view on their own port only, and there nothing else but health routes."""
 
     def __init__(self, metrics_port: int) -> None:
         self._metrics_port = metrics_port
@@ -98,9 +102,9 @@ class PortCheck:
     def __call__(self, scope: Scope, context: RequestContext) -> None:
         path: str = scope["path"]
         if scope["server"][1] == self._metrics_port:
-            is_here = path == METRICS or path.startswith(HEALTH)
+            is_here = path in MEASURES or path == LIVE or path.startswith((HEALTH, "/static/"))
         else:
-            is_here = path != METRICS
+            is_here = path not in MEASURES and path != LIVE
         if not is_here:
             raise NotFound(f"there is nothing at {path} on this port")
 
@@ -222,7 +226,7 @@ def bucket(per_minute: int | None, processes: int) -> Bucket | None:
 
 def permission(path: str) -> Permission:
     """Return the permission that a path requires, for a path that needs a key."""
-    if path == METRICS:
+    if path in MEASURES:
         return "metrics"
     return "admin" if path == ADMIN or path.startswith(ADMIN_BELOW) else "inference"
 

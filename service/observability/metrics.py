@@ -25,6 +25,7 @@ from prometheus_client.metrics_core import Metric
 from service.errors import DeadlineExceeded, InternalError, Overloaded, kinds
 from service.keys import CLASSES
 from service.observability import logs
+from service.observability.live_view import LiveView, Send
 from service.observability.shared_call import SharedCall
 from service.scheduling.executor import BatchStats
 from service.scheduling.load import Load
@@ -72,6 +73,9 @@ class Recorder(Protocol):
     async def page(self) -> bytes:
         """Return the metrics page in Prometheus's text format."""
 
+    async def watch_live(self, send: Send) -> None:
+        """Call a function with each frame of the live view until cancelled. Raises Overloaded or ReplicaLost."""
+
 
 class Metrics:
     """One process's metrics in a registry of their own; tenants: names of the keys, or "" if no key is configured."""
@@ -82,6 +86,8 @@ class Metrics:
         self._routes: dict[str, bool] = {}
         self._models: Callable[[], Mapping[str, Mapping[str, str]]] = dict
         self._load: Callable[[], Load] | None = None
+        self._live = LiveView(lambda: self._load() if self._load else Load())
+        self.watch_live = self._live.watch
         self._page = SharedCall(self._render_in_thread, RENDERING)
         self._stages_of: dict[str, tuple[Histogram, ...]] = {}
         self._of_models: list[Histogram | Counter] = []
@@ -219,12 +225,16 @@ class Metrics:
         self._duration.labels(route, model, str(status)).observe(seconds)
         if model and status == OK:
             self._answers.labels(CLASSES[priority], route, model).observe(seconds)
+            if self._live.watched:
+                self._live.add_answer(priority, seconds)
 
     def observe_error(self, code: str, client_deadline: bool = False) -> None:
         if code in FAILURES:
             self._failures.labels(code).inc()
         if code in REFUSALS:
             self._rejected.labels(code).inc()
+            if self._live.watched:
+                self._live.add_refusal(code)
         if code in LATE and client_deadline:
             self._client_deadlines.labels(code).inc()
 
@@ -257,7 +267,10 @@ class Metrics:
     def observe_lost_lines(self, number: int) -> None:
         self._lost_lines.inc(number)
 
-    def observe_batch(self, stats: BatchStats) -> None:
+    def observe_batch(self, stats: BatchStats, padded: bool = False) -> None:
+        """Record a batch. padded: whether the graph computes padding like tokens"""
+        if self._live.watched:
+            self._live.add_batch(stats, padded)
         model = stats.bundle
         self._told.add(model)
         wait = self._queue_wait.labels(model)

@@ -5,6 +5,7 @@ import itertools
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import structlog
@@ -118,6 +119,8 @@ class HttpPeers:
             case messages.Render(routes):
                 self._metrics.expect(routes)
                 return messages.Page(), await self._metrics.page()
+            case messages.Watch():
+                await self._metrics.watch_live(partial(send_part, messages.Page()))
             case messages.Execute():
                 answer = await self._manager.execute(request.command)
                 return messages.Executed(dict(answer)), b""

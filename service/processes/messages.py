@@ -58,6 +58,11 @@ class Render:
 
 
 @dataclass(frozen=True, slots=True)
+class Watch:
+    """Send each frame of the live view as a part of the reply, until cancelled. The parts are `Page`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Execute:
     """Execute a command of `service.engines.commands`: its name and its fields."""
 
@@ -176,7 +181,7 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """The metrics page; arrays: its bytes."""
+    """The metrics page, or a frame of the live view; arrays: its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +231,7 @@ Message = (
     Submit
     | Observed
     | Render
+    | Watch
     | Execute
     | ModelTable
     | Leave

@@ -134,6 +134,10 @@ class RemoteDevice:
         _, page = await self._open_peer().call(messages.Render(routes))
         return page
 
+    async def watch_live(self, send: Callable[[bytes], None]) -> None:
+        """Call a function with each frame of the live view until cancelled. Raises Overloaded or ReplicaLost."""
+        await self._open_peer().call(messages.Watch(), receive=lambda _, frame: send(frame))
+
     async def execute(self, command: Command) -> Mapping[str, Any]:
         """Execute a command in the inference process. Raises ReplicaLost and the errors of `ModelManager.execute`."""
         reply, _ = await self._open_peer().call(messages.Execute.of(command))

@@ -24,6 +24,7 @@ class RemoteMetrics:
         self._pushing = False
         self._lost_lines = 0  # number of lost log lines already sent
         self._page = SharedCall(self._fetch)
+        self.watch_live = device.watch_live
 
     def observe_request(
         self, route: str, model: str, status: int, seconds: float, priority: int = 0

@@ -155,6 +155,7 @@ class BatchStats:
     inference_s: float
     failed: Mapping[Entry, errors.InferenceFailed] = field(default_factory=dict)
     masks: int = 0
+    batch: Sequence[Entry] = ()
 
     @property
     def slots(self) -> int:
@@ -186,6 +187,7 @@ def work(
             if isinstance(result, errors.InferenceFailed)
         },
         masks=sum(entry.masks for entry in batch),
+        batch=batch,
     )
     return results, stats
 

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from service.keys import make_key, record
+from tests.conftest import ROOT
 from tests.e2e.conftest import serving
 
 pytest.importorskip("playwright", reason="playwright is not installed")
@@ -592,3 +593,48 @@ def test_a_page_of_another_origin(browser, pages, tiny_bundle):
         page.goto(other)
         with pytest.raises(Error, match="Failed to fetch"):
             page.evaluate(ASK, [url, headers])
+
+
+@pytest.fixture(scope="module")
+def watchable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A service of two HTTP processes, and keys for its texts and for its metrics."""
+    keys = {"visitor": make_key(), "watcher": make_key()}
+    file = tmp_path_factory.mktemp("keys") / "keys.toml"
+    may = {"visitor": "", "watcher": 'may = ["metrics"]\n'}
+    file.write_text("".join(record(name, key) + may[name] for name, key in keys.items()))
+    bundle = ROOT / "bundles" / "quartet-mini"
+    with serving(bundle, "--api-keys", file, "--http-workers", 2) as server:
+        yield server, keys
+
+
+def test_the_live_view_shows_batches(browser, watchable):
+    """A page with a key for metrics shows what is computed, whichever process it is from, and no text or tenant."""
+    server, keys = watchable
+    page = browser.new_page()
+    requested, complaints = watch(page)
+    page.goto(f"{server.url}/live")
+    expect(page.locator("#status")).to_have_text("This service requires an API key.")
+    complaints.clear()  # the browser reports the 401
+    page.fill("#key", keys["watcher"])
+    page.keyboard.press("Enter")
+    expect(page.locator("#status")).to_contain_text("Connected.")
+    texts_sent = ["a secret", "another secret of more words"]
+    for number in range(4):
+        bearer = {"Authorization": f"Bearer {keys['visitor']}", "Content-Type": "application/json"}
+        body = json.dumps({"inputs": texts_sent[: 1 + number % 2]}).encode()
+        assert 200 == server.send("POST", "/embed", body, bearer).status
+    expect(page.locator(".batch").first).to_contain_text("embeddings")
+    expect(page.locator("#classes tr").first).to_contain_text("interactive")
+    expect(page.locator("#classes td").nth(4)).not_to_have_text("0")
+    content = page.content()
+    assert not [word for word in ("secret", "visitor", *keys.values()) if word in content]
+    page.focus("#pause")
+    page.keyboard.press("Enter")
+    expect(page.locator("#status")).to_have_text("Paused. The service sends nothing.")
+    page.keyboard.press("Enter")
+    expect(page.locator("#status")).to_contain_text("Connected.")
+    page.close()
+    assert ({urlsplit(server.url)[:2]}, []) == (
+        {urlsplit(url)[:2] for url in requested},
+        complaints,
+    )

@@ -27,7 +27,7 @@ FormError = Callable[[QuartetError], ErrorForm]
 
 NATIVE = "native"
 # First segments of the paths that the native API keeps under every root dialect.
-KEPT = frozenset({"admin", "docs", "health", "metrics", "models", "openapi.json", "static"})
+KEPT = frozenset({"admin", "docs", "health", "live", "metrics", "models", "openapi.json", "static"})
 HEALTH = "/health"  # of other servers; the native API has paths below it
 
 

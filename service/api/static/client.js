@@ -21,17 +21,37 @@ export function useKey(value) {
 }
 
 export const problem = (message, details) => Object.assign(new Error(message), details);
+const unreachable = () => problem("The service could not be reached. Check that it is running, then try again.");
+
+const bearer = () => held && { Authorization: `Bearer ${held}` };
+
+// Call a function with the data of each server-sent event, until the stream ends.
+export async function stream(path, receive, signal) {
+  let response;
+  try {
+    response = await fetch(address(path), { headers: { ...bearer() }, signal });
+  } catch (cause) {
+    throw cause.name === "AbortError" ? cause : unreachable();
+  }
+  if (!response.ok) throw failure(response, parse(await response.text()));
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (let read = await reader.read(); !read.done; read = await reader.read()) {
+    const events = (rest + read.value).split("\n\n");
+    rest = events.pop();
+    for (const event of events) receive(JSON.parse(event.slice("data: ".length)));
+  }
+}
 
 export async function call(path, init) {
   const started = performance.now();
   let response, text;
   try {
-    const bearer = held && { Authorization: `Bearer ${held}` };
-    response = await fetch(address(path), { ...init, headers: { ...init?.headers, ...bearer } });
+    response = await fetch(address(path), { ...init, headers: { ...init?.headers, ...bearer() } });
     text = await response.text();
   } catch (cause) {
     if (cause.name === "AbortError") throw cause;
-    throw problem("The service could not be reached. Check that it is running, then try again.");
+    throw unreachable();
   }
   const roundTrip = performance.now() - started;
   const answer = parse(text);

@@ -15,8 +15,8 @@ from service.settings import Settings
 
 BODY = {"inputs": "a text"}
 TASKS = ["/classify", "/ner", "/qa", "/embed"]
-OPEN = ["/", "/docs", "/openapi.json", "/health/live", "/health/ready", "/static/app.js"]
-CLOSED = ["/models", "/metrics", "/nothing", "/static", "//models", "/Models"]
+OPEN = ["/", "/docs", "/live", "/openapi.json", "/health/live", "/health/ready", "/static/app.js"]
+CLOSED = ["/models", "/metrics", "/live/events", "/nothing", "/static", "//models", "/Models"]
 
 Connect = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
 
@@ -123,6 +123,8 @@ async def test_a_refused_body_is_not_read(engines):
         ("search", "GET", "/models", 200),
         ("search", "GET", "/nothing", 404),
         ("search", "GET", "/metrics", 403),
+        ("search", "GET", "/live/events", 403),
+        ("search", "GET", "/native/live/events", 403),
         ("search", "GET", "/admin/bundles", 403),
         ("search", "GET", "/admin", 403),
         ("prometheus", "GET", "/metrics", 200),
@@ -267,11 +269,15 @@ def test_keys_may_be_replaced():
     [
         (9100, "/metrics", 200),
         (9100, "/health/ready", 200),
+        (9100, "/live", 200),
+        (9100, "/static/live.js", 200),
         (9100, "/models", 404),
         (9100, "/", 404),
         (9100, "/admin", 404),
         (9100, "/docs", 404),
         (8000, "/metrics", 404),
+        (8000, "/live", 404),
+        (8000, "/live/events", 404),
         (8000, "/health/ready", 200),
         (8000, "/docs", 200),
     ],
