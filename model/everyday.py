@@ -27,6 +27,7 @@ SLOT = re.compile(r"\{(\w+)\}")
 WORD = re.compile(r"[^\W\d_]+(?:['’]\w+)?")
 KINDS = {"first": "PER", "last": "PER", "city": "LOC", "country": "LOC", "org": "ORG"}
 KINDS |= {"nation": "MISC"}
+NAME = re.compile(r"(?<= )(?:\d+|[A-Z]\w+(?: [A-Z]\w+)*)")  # in a question
 CAPITAL = re.compile(r"I(?:['’]\w+)?$")  # of a word that is no name
 LENGTH = (3, 22)  # words of a plain sentence
 COMMON = 5  # a word that begins a sentence is no name if it occurs in lower case this often
@@ -65,10 +66,7 @@ def filled(
 
 
 def plain_sentences(files: Sequence[Path], count: int, rng: random.Random) -> list[str]:
-    """Return short sentences of text without a name: only the first word, and "I", have capitals.
-
-    A model that reads lower case cannot see this, so the sentences show it where there is no name.
-    """
+    """Return short sentences of text without a name: only the first word, and "I", have capitals."""
     kept, common = [], Counter[str]()
     for paragraphs in documents(files):
         for sentence in itertools.chain.from_iterable(map(sentences, paragraphs)):
@@ -83,12 +81,10 @@ def plain_sentences(files: Sequence[Path], count: int, rng: random.Random) -> li
 
 def opinion_words(table: dict[str, list[str]], lists: dict[str, list[str]]) -> set[str]:
     """Return the words that only templates of praise or blame have."""
-
-    def words(texts: Iterable[str]) -> set[str]:
-        return {word for text in texts for word in WORD.findall(SLOT.sub("", text).lower())}
-
     sides = [*table["positive"], *table["negative"], *lists["good"], *lists["bad"]]
-    return words(sides) - words([*table["neutral"], *lists["plain"], *lists["item"]])
+    plain = [*table["neutral"], *lists["plain"], *lists["item"]]
+    found = [SLOT.sub("", " ".join(texts)).lower() for texts in (sides, plain)]
+    return {*WORD.findall(found[0])} - {*WORD.findall(found[1])}
 
 
 def sentiment_rows(
@@ -124,14 +120,23 @@ def entity_rows(templates: Row, plain: Sequence[str], count: int, rng: random.Ra
 
 
 def unanswerable(rows: Sequence[QuestionRow], rng: random.Random) -> Iterator[Row]:
-    """Yield each question with a context that has many of its words, but not its answer."""
+    """Yield each question with a similar context without its answer, or about a name that its context does not have."""
     contexts = [*dict.fromkeys(row.context for row in rows)]
     words = [{*WORD.findall(context.lower())} for context in contexts]
     places: dict[str, list[int]] = defaultdict(list)
     for index, found in enumerate(words):
         for word in found:
             places[word].append(index)
+    names: dict[bool, list[str]] = {False: [], True: []}  # numbers: True
+    for name in itertools.chain.from_iterable(NAME.findall(row.question) for row in rows):
+        names[name.isdigit()].append(name)
     for row in rows:
+        if own := NAME.findall(row.question):
+            old = rng.choice(own)
+            new = rng.choice(names[old.isdigit()])
+            if new not in row.context and new not in own:
+                question = row.question.replace(old, new)
+                yield {"question": question, "context": row.context, "answers": []}
         answer = row.answers[0][0].lower()
         score: Counter[int] = Counter()
         for word in dict.fromkeys(WORD.findall(row.question.lower())):  # in order, for ties
@@ -185,9 +190,8 @@ def main() -> None:
         ("pairs", "NLI, JSON lines"),
     ):
         parser.add_argument(f"--{option}", type=Path, nargs="+", required=True, help=kind)
-    parser.add_argument("--rows", type=int, default=4000, help="filled templates of each kind")
-    parser.add_argument("--plain", type=int, default=8000, help="sentences of plain text")
-    parser.add_argument("--seed", type=int, default=1)
+    for option, number in (("rows", 4000), ("plain", 8000), ("seed", 1)):
+        parser.add_argument(f"--{option}", type=int, default=number)
     given = parser.parse_args()
     rng = random.Random(given.seed)
     try:

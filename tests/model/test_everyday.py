@@ -64,6 +64,18 @@ def test_questions_move_to_a_context_without_their_answer():
     assert first == {"question": row.question, "context": contexts["ships"], "answers": []}
 
 
+def test_questions_about_another_name_have_no_answer():
+    """A name is replaced by a name, and a number by a number, of another question."""
+    rows = [
+        QuestionRow("", "When did Ada leave Turin?", "Ada left in 1871.", (("1871", 12),)),
+        QuestionRow("", "Who came in 1999?", "Bea came in 1999.", (("Bea", 0),)),
+        QuestionRow("", "What was in room 7?", "A map was in room 7.", (("A map", 0),)),
+    ]
+    found = [row["question"] for row in everyday.unanswerable(rows, random.Random(3))]
+    assert all(text.startswith("Who came in 7") for text in found if text.startswith("Who"))
+    assert set(found) <= {"Who came in 7?", "What was in room 1999?"}
+
+
 def test_a_request_is_like_its_other_wording_and_unlike_its_opposite():
     templates = {
         "frames": ["How do I {}?", "I want to {}"],
