@@ -1,8 +1,7 @@
 """Make training rows of everyday language: `python -m model.everyday OUT --text FILE --questions FILE --pairs FILE`.
 
 It fills templates (`everyday.toml`), and makes of data what is missing there: sentences without a name, questions
-without an answer, and contradictions. OUT gets `sentiment.jsonl.gz` (negative, neutral, positive), `entities.jsonl.gz`,
-`answers.jsonl.gz` and `embeddings.jsonl.gz`, in formats that training reads.
+without an answer, and opposites of related texts. OUT gets a file for each head, in a format that training reads.
 """
 
 import argparse
@@ -19,8 +18,8 @@ from typing import Any
 
 from model.data import checksums, labelled_rows
 from model.data.corpus import documents, sentences
-from model.data.labelled_rows import QuestionRow
-from service.core.data_files.text_files import read_lines, write_gzip
+from model.data.labelled_rows import QuestionRow, Similar
+from service.core.data_files.text_files import write_gzip
 
 TEMPLATES = Path(__file__).with_name("everyday.toml")
 SLOT = re.compile(r"\{(\w+)\}")
@@ -29,11 +28,8 @@ KINDS = {"first": "PER", "last": "PER", "city": "LOC", "country": "LOC", "org": 
 KINDS |= {"nation": "MISC"}
 NAME = re.compile(r"(?<= )(?:\d+|[A-Z]\w+(?: [A-Z]\w+)*)")  # in a question
 CAPITAL = re.compile(r"I(?:['’]\w+)?$")  # of a word that is no name
-LENGTH = (3, 22)  # words of a plain sentence
 COMMON = 5  # a word that begins a sentence is no name if it occurs in lower case this often
 UNPUNCTUATED = 0.3  # share of the rows that lose their last mark
-NEAREST = 20  # contexts that share a question's rarest words
-MOST = 0.1  # share of the contexts from which on a word counts for nothing
 
 RELATED = ("anchor", "positive", "negative")
 
@@ -72,7 +68,7 @@ def plain_sentences(files: Sequence[Path], count: int, rng: random.Random) -> li
         for sentence in itertools.chain.from_iterable(map(sentences, paragraphs)):
             words = WORD.findall(sentence)
             common.update(word for word in words if word.islower())
-            short = LENGTH[0] <= len(words) <= LENGTH[1] and sentence.isprintable()
+            short = 3 <= len(words) <= 22 and sentence.isprintable()
             if short and all(word.islower() or CAPITAL.match(word) for word in words[1:]):
                 kept.append((words[0].lower(), sentence.strip("\"'“”‘’ ")))
     found = [text for first, text in kept if common[first] >= COMMON and "“" not in text]
@@ -141,10 +137,10 @@ def unanswerable(rows: Sequence[QuestionRow], rng: random.Random) -> Iterator[Ro
         score: Counter[int] = Counter()
         for word in dict.fromkeys(WORD.findall(row.question.lower())):  # in order, for ties
             share = len(places[word]) / len(contexts)
-            if 0 < share < MOST:
+            if 0 < share < 0.1:  # a rare word
                 weight = round(-1000 * math.log(share))
                 score.update(dict.fromkeys(places[word], weight))
-        near = [contexts[index] for index, _ in score.most_common(NEAREST)]
+        near = [contexts[index] for index, _ in score.most_common(20)]
         if able := [c for c in near if c != row.context and answer not in c.lower()]:
             yield {"question": row.question, "context": rng.choice(able[:3]), "answers": []}
 
@@ -168,26 +164,26 @@ def opposite_rows(templates: Row) -> Iterator[Row]:
                 yield dict(zip(RELATED, (first, second, other), strict=True))
 
 
-def contradictions(files: Sequence[Path]) -> Iterator[Row]:
-    """Yield each premise of labeled pairs with a sentence that follows from it and one that contradicts it."""
-    for file in files:
-        found: dict[str, dict[str, str]] = defaultdict(dict)
-        for _, line in read_lines(file):
-            row = json.loads(line)
-            found[row["text"]].setdefault(row["label"], row["text_pair"])
-        for premise, by in found.items():
-            if "entailment" in by and "contradiction" in by:
-                texts = premise, by["entailment"], by["contradiction"]
-                yield dict(zip(RELATED, texts, strict=True))
+def antonyms(
+    templates: Row, rows: Sequence[Similar], count: int, rng: random.Random
+) -> Iterator[Row]:
+    """Yield at most `count` pairs of related texts, with the first text as negative, where one word is its antonym."""
+    swap = {b: a for a, b in templates["antonyms"]} | dict(templates["antonyms"])
+    for row in itertools.islice(rng.sample(rows, len(rows)), count):
+        anchor, positive = rng.sample(row.texts, 2)
+        if able := [word for word in WORD.finditer(anchor) if word[0].lower() in swap]:
+            word = rng.choice(able)
+            negative = anchor[: word.start()] + swap[word[0].lower()] + anchor[word.end() :]
+            yield dict(zip(RELATED, (anchor, positive, negative), strict=True))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m model.everyday", description=__doc__)
-    parser.add_argument("out", type=Path, help="a folder for the four files")
+    parser.add_argument("out", type=Path)
     for option, kind in (
         ("text", "plain text"),
         ("questions", "SQuAD"),
-        ("pairs", "NLI, JSON lines"),
+        ("pairs", "related texts"),
     ):
         parser.add_argument(f"--{option}", type=Path, nargs="+", required=True, help=kind)
     for option, number in (("rows", 4000), ("plain", 8000), ("seed", 1)):
@@ -195,16 +191,20 @@ def main() -> None:
     given = parser.parse_args()
     rng = random.Random(given.seed)
     try:
-        for file in (*given.text, *given.pairs):
+        for file in given.text:
             checksums.check(file)
         templates = tomllib.loads(TEMPLATES.read_text(encoding="utf-8"))
         plain = plain_sentences(given.text, given.plain, rng)
         questions = [row for file in given.questions for row in labelled_rows.read(file, "qa")]
+        pairs = [row for file in given.pairs for row in labelled_rows.read(file, "embedding")]
         made: dict[str, Iterable[Row]] = {
             "sentiment": sentiment_rows(templates, plain, given.rows, rng),
             "entities": entity_rows(templates, plain, given.rows, rng),
             "answers": unanswerable(questions, rng),
-            "embeddings": [*opposite_rows(templates), *contradictions(given.pairs)],
+            "embeddings": [
+                *opposite_rows(templates),
+                *antonyms(templates, pairs, given.plain, rng),
+            ],
         }
         for name, rows in made.items():
             path = given.out / f"{name}.jsonl.gz"

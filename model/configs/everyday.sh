@@ -15,7 +15,8 @@ once runs/everyday/base "$python" -m model.emoji encoders/quartet-base runs/ever
 once $rows/embeddings.jsonl.gz "$python" -m model.everyday $rows \
     --text $data/pretrain/books_00.txt.xz $data/pretrain/wiki_en_06.txt.xz \
     --questions $data/qa/squad_v1.1_train_partial.json.gz \
-    --pairs $data/pairs/snli_devtest/dev.jsonl.gz $data/pairs/snli_devtest/test.jsonl.gz
+    --pairs $data/pairs/flickr30k_captions/train.jsonl.gz $data/pairs/snli_devtest/dev.jsonl.gz \
+        $data/pairs/qqp_sample/test.jsonl.gz $data/pairs/qqp_sample/train.jsonl.gz
 for head in sentiment topic entities answers embeddings; do
     "$python" -m model.finetune model/configs/everyday-$head.toml
 done

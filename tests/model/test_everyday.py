@@ -1,6 +1,5 @@
 """Rows of everyday language fit their templates, and none is a sentence that is kept for evaluation."""
 
-import json
 import random
 import tomllib
 
@@ -8,7 +7,7 @@ import pytest
 
 from model import everyday
 from model.data import labelled_rows
-from model.data.labelled_rows import QuestionRow
+from model.data.labelled_rows import QuestionRow, Similar
 
 TEMPLATES = tomllib.loads(everyday.TEMPLATES.read_text(encoding="utf-8"))
 EVALUATION = everyday.TEMPLATES.parent / "evaluation" / "everyday"
@@ -91,18 +90,13 @@ def test_a_request_is_like_its_other_wording_and_unlike_its_opposite():
     assert rows[-2:] == [("a", "b", "c"), ("b", "a", "c")]
 
 
-def test_premises_have_both_kinds_of_sentences(tmp_path):
-    pairs = [
-        ("p", "e", "entailment"),
-        ("p", "n", "neutral"),
-        ("p", "c", "contradiction"),
-        ("q", "e", "entailment"),
-    ]
-    file = tmp_path / "nli.jsonl"
-    rows = [json.dumps({"text": a, "text_pair": b, "label": label}) for a, b, label in pairs]
-    file.write_text("\n".join(rows), encoding="utf-8")
-    found = [*everyday.contradictions([file])]
-    assert found == [{"anchor": "p", "positive": "e", "negative": "c"}]
+def test_the_opposite_of_a_text_has_an_antonym():
+    """The other text of the pair stays; a pair without a known word makes no row."""
+    templates = {"antonyms": [["open", "closed"], ["is", "is not"]]}
+    rows = [Similar("", ("The OPEN door", "An open door"), None), Similar("", ("a", "b"), None)]
+    (row,) = everyday.antonyms(templates, rows, 9, random.Random(1))
+    assert row["negative"] == row["anchor"].replace("OPEN", "closed").replace("open", "closed")
+    assert {row["anchor"], row["positive"]} == {"The OPEN door", "An open door"}
 
 
 @pytest.mark.parametrize(
