@@ -17,7 +17,12 @@ from starlette.types import Receive
 
 from service.api.json_responses import JsonResponse
 from service.api.ndjson import InLines, NdjsonResponse, NdjsonStream, line, wants_lines
-from service.api.request_body import answer_in_time, read_body, read_json
+from service.api.request_body import (
+    answer_in_time,
+    check_media_type,
+    parse_limited,
+    read_body,
+)
 from service.api.schemas import Request, most_parts, parse, refuse_long
 from service.engines.engine import (
     BYTES_PER_TOKEN,
@@ -270,18 +275,18 @@ def open_call(request: HttpRequest, schema: type[R], body: object, deadline: flo
 
 
 async def receive_json(request: HttpRequest, deadline: float = math.inf) -> object:
-    """Read a request's body within the limits of the service. Raises the errors of `read_json`."""
-    service, context = service_of(request), context_of(request.scope)
-    settings = service.settings
-    return await read_json(
-        context.headers,
-        request.receive,
-        max_bytes=settings.max_body_bytes,
-        max_parts=most_parts(settings.max_inputs_per_request),
-        timeout_s=settings.body_timeout_s,
-        deadline=deadline,
-        take=reserve_memory(service, context),
-    )
+    """Read a request's JSON body within the limits of the service.
+
+    Raises UnsupportedMediaType, BadRequest, TooLarge and the errors of `read_body`.
+    """
+    check_media_type(context_of(request.scope).headers)
+    body = await receive_body(request, deadline)
+    return await parse_limited(body, max_parts(request))
+
+
+def max_parts(request: HttpRequest) -> int:
+    """Return the largest number of strings, lists and objects of a body."""
+    return most_parts(service_of(request).settings.max_inputs_per_request)
 
 
 async def receive_body(request: HttpRequest, deadline: float = math.inf) -> bytes:

@@ -37,30 +37,6 @@ TEXT = bytes(set(range(256)) - set(STRUCTURE))
 STRING = re.compile(rb'"[^"]*"')
 
 
-async def read_json(
-    headers: Mapping[str, str],
-    receive: Receive,
-    *,
-    max_bytes: int,
-    max_parts: int,
-    timeout_s: float,
-    deadline: float = math.inf,
-    take: Callable[[int], None],
-) -> object:
-    """Read and parse one JSON body. `max_parts` limits the number of its strings, lists and objects.
-
-    Raises UnsupportedMediaType, BadRequest, TooLarge and the errors of `read_body`.
-    """
-    check_media_type(headers)
-    body = await read_body(
-        headers, receive, max_bytes=max_bytes, timeout_s=timeout_s, deadline=deadline, take=take
-    )
-    if len(body) > max_parts:
-        check_parts(body, max_parts)
-        await asyncio.sleep(0)  # lets other tasks run
-    return parse_json(body)
-
-
 async def read_body(
     headers: Mapping[str, str],
     receive: Receive,
@@ -162,6 +138,14 @@ def check_parts(body: bytes, most: int) -> None:
         raise TooLarge(f"the body has more than {most} strings, lists and objects: send fewer")
     if outside.count(b",") > VALUES * most:
         raise TooLarge(f"the body has more than {VALUES * most} values: send fewer")
+
+
+async def parse_limited(body: bytes, max_parts: int) -> object:
+    """Parse a JSON body with at most `max_parts` strings, lists and objects. Raises TooLarge and BadRequest."""
+    if len(body) > max_parts:
+        check_parts(body, max_parts)
+        await asyncio.sleep(0)  # lets other tasks run
+    return parse_json(body)
 
 
 def parse_json(body: bytes) -> object:

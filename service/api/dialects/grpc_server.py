@@ -19,9 +19,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.types import Message, Scope
 
 from service.api.dialects.protobuf_fields import check_fields
-from service.api.engine_call import deadline_of, receive_body, service_of
+from service.api.engine_call import deadline_of, max_parts, receive_body
 from service.api.request_body import body_timeout
-from service.api.schemas import most_parts
 from service.errors import (
     BadRequest,
     Draining,
@@ -304,9 +303,7 @@ async def parse(rpc: Rpc, request: HttpRequest) -> Any:
     sent = (await request.receive())["body"]
     own.headers = {**own.headers, LENGTH: str(len(sent)), ENCODING: ENCODINGS.get(sent[:1], "")}
     body = await receive_body(request, deadline_of(request))
-    check_fields(
-        body, rpc.asked.DESCRIPTOR, most_parts(service_of(request).settings.max_inputs_per_request)
-    )
+    check_fields(body, rpc.asked.DESCRIPTOR, max_parts(request))
     try:
         return rpc.asked.FromString(body)
     except DecodeError:

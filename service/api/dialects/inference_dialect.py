@@ -34,7 +34,7 @@ from service.api.engine_call import (
     service_of,
 )
 from service.api.native_routes import make_router
-from service.api.request_body import check_parts, parse_json
+from service.api.request_body import parse_limited
 from service.api.schemas import most_parts, validate
 from service.engines.commands import LoadModel, UnloadModel
 from service.engines.engine import Engine
@@ -172,8 +172,7 @@ async def receive_infer(request: HttpRequest, deadline: float) -> object:
     size = header_length(headers, len(data))
     text = data[:size]
     most = service_of(request).settings.max_inputs_per_request
-    check_parts(text, most_parts(most))
-    body = parse_json(text)
+    body = await parse_limited(text, most_parts(most))
     add_binary(body, data[size:])
     check_sizes(body, most)
     return body
@@ -368,5 +367,4 @@ async def execute(request: HttpRequest, command: LoadModel | UnloadModel) -> Res
 async def receive_options(request: HttpRequest) -> object:
     """Return the JSON of a body that may be absent."""
     data = await receive_body(request)
-    check_parts(data, most_parts(1))
-    return parse_json(data) if data.strip() else {}
+    return await parse_limited(data, most_parts(1)) if data.strip() else {}

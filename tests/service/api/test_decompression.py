@@ -7,9 +7,9 @@ import pytest
 from starlette.types import Message
 
 from service.api.decompression import STEP, Inflater
-from service.api.request_body import read_json
 from service.errors import BadRequest, QuartetError, TooLarge, UnsupportedEncoding
-from tests.service.api.test_request_body import JSON, chunk, freely, receiving
+from tests.service.api.test_request_body import JSON, chunk
+from tests.service.api.test_request_body import read as read_json
 
 BODY = b'{"inputs": "%s"}' % (b"a small comet, drawn by Ada; " * 3)
 GZIP = gzip.compress(BODY, mtime=0)
@@ -22,9 +22,7 @@ async def read(*parts: bytes, encoding: str = "gzip", max_bytes: int = 10_000) -
     """What comes of a body that arrives in these parts."""
     messages: list[Message] = [chunk(part, more=True) for part in parts] + [chunk(b"")]
     headers = {**JSON, "content-encoding": encoding}
-    return await read_json(
-        headers, receiving(*messages), max_bytes=max_bytes, max_parts=100, timeout_s=5, take=freely
-    )
+    return await read_json(*messages, headers=headers, max_bytes=max_bytes)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,19 @@
 import asyncio
-import math
 import time
-from collections.abc import Callable
+from typing import Any
 
 import orjson
 import pytest
 from starlette.types import Message, Receive
 
-from service.api.request_body import TaskTimeout, answer_in_time, check_parts, read_json
+from service.api.request_body import (
+    TaskTimeout,
+    answer_in_time,
+    check_media_type,
+    check_parts,
+    parse_limited,
+    read_body,
+)
 from service.api.schemas import most_parts
 from service.errors import (
     BadRequest,
@@ -45,21 +51,13 @@ def freely(size: int) -> None:
 async def read(
     *messages: Message,
     headers: dict[str, str] = JSON,
-    max_bytes: int = 100,
     max_parts: int = 100,
-    timeout_s: float = 5,
-    deadline: float = math.inf,
-    take: Callable[[int], None] = freely,
+    **options: Any,
 ) -> object:
-    return await read_json(
-        headers,
-        receiving(*messages),
-        max_bytes=max_bytes,
-        max_parts=max_parts,
-        timeout_s=timeout_s,
-        deadline=deadline,
-        take=take,
-    )
+    """Read and parse a JSON body as the routes do."""
+    check_media_type(headers)
+    limits = {"max_bytes": 100, "timeout_s": 5, "take": freely, **options}
+    return await parse_limited(await read_body(headers, receiving(*messages), **limits), max_parts)
 
 
 async def test_a_body_after_the_deadline_is_too_late():
