@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from importlib import resources
 from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
@@ -120,6 +121,34 @@ def test_page_loads_alone_and_in_silence(browser, server_url):
     page.close()
     origins = {urlsplit(url)[:2] for url in requested}
     assert (origins, complaints) == ({urlsplit(server_url)[:2]}, [])
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("path", ["/", "/live"])
+def test_axe_finds_nothing(browser, server_url, path, scheme, width):
+    """The pages are accessible with results, errors, code and the model card open, and no wider than the window."""
+    folder = resources.files(pytest.importorskip("axe_core_python", reason="it is not installed"))
+    size = {"width": width, "height": 900}
+    page = browser.new_page(color_scheme=scheme, viewport=size, reduced_motion="reduce")
+    page.goto(f"{server_url}{path}")
+    if path == "/":
+        expect(page.locator("#model")).to_be_enabled()
+        for box in ("classify", "entities", "answers", "similarity", "analyze", "tokenize"):
+            run(page, box)
+        page.fill("#rerank-query", "")
+        page.click("#rerank .run")
+        for details in ("#card", "#classify .code", "#answers .code"):
+            page.click(f"{details} > summary")
+    else:
+        expect(page.locator("#status")).to_contain_text("Connected.")
+        assert page.request.post(f"{server_url}/embed", data={"inputs": ["a", "b b"]}).ok
+        expect(page.locator(".batch").first).to_be_visible()
+    page.evaluate(folder.joinpath("axe.min.js").read_text())
+    found = page.evaluate("axe.run()")["violations"]
+    assert [] == [(each["id"], [node["target"] for node in each["nodes"]]) for each in found]
+    assert width == page.evaluate("document.documentElement.scrollWidth")
+    page.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -579,5 +579,8 @@ panels.forEach(wire);
 if (/Mac|iP(hone|ad)/.test(navigator.platform)) {
   for (const kbd of document.querySelectorAll(".keys kbd:first-child")) kbd.textContent = "⌘";
 }
-addEventListener("hashchange", openLink);
+addEventListener("hashchange", () => {
+  const isOwn = panels.some(({ link }) => link.getAttribute("href") === location.hash); // was just copied
+  if (!isOwn) openLink();
+});
 loadModels(panels);
