@@ -345,8 +345,8 @@ def train(
         if state.get("ended_early"):
             end = state["step"]
             run.log(
-                f"{run.output} ended early at step {end:,}, {s.patience} evaluations without a better"
-                " score: no step is added. To train further: another --patience with --fresh"
+                f"{run.output} ended early at step {end:,}, after its minutes or {s.patience} evaluations without a"
+                " better score: no step is added. To train further: other --minutes or --patience with --fresh"
             )
         training = describe_training(s, tasks)
         save = functools.partial(
@@ -358,7 +358,8 @@ def train(
             describe=run.describe_checkpoint,
         )
         for step in range(state["step"], end):
-            lr = s.lr * optim.linear_schedule(step, steps, s.warmup, s.hold)
+            place = max(step, math.floor(steps * run.share_of(s.minutes)))  # falls to 0 in time
+            lr = s.lr * optim.linear_schedule(min(place, steps - 1), steps, s.warmup, s.hold)
             optim.set_lr(optimizer, lr)
             optim.seed_dropout(s.seed, step)
             optimizer.zero_grad(set_to_none=True)
@@ -391,6 +392,11 @@ def train(
             optimizer.step()
             run.step(step, losses, tokens, lr)
             last = step + 1 == steps
+            if run.share_of(s.minutes) >= 1 and not last:
+                last, end = True, step + 1
+                run.log(
+                    f"{s.minutes:g} minutes are over: the run ends at step {end:,} of {steps:,}"
+                )
             if (step + 1) % s.eval_every == 0 or last:
                 metrics = evaluate_heads(model, s, encoders, dev, dtype, s.dev_limit)
                 main = [next(iter(values.values())) for values in metrics.values()]

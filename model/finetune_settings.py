@@ -65,6 +65,11 @@ class FinetuneSettings(TrainingSettings):
     eval_every: int | None = setting(
         None, "steps between evaluations; by default a tenth of the run, at most 500", "100", ge=1
     )
+    minutes: float = setting(
+        0.0,
+        "end the training after this time, with the best checkpoint so far; 0 for no limit",
+        "10",
+    )
     patience: int | None = setting(
         None,
         "evaluations without a better score after which the run ends, 0 for none; by default 7 where neither `epochs` "

@@ -4,6 +4,7 @@
 contents or of the hub's commit, and of Quartet's version. The directory follows XDG_CACHE_HOME.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -20,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from quartet.progress import Progress
 from service import __version__
 from service.core.bundle_versions import MANIFEST, versions_of
 from service.processes.child_process import child_python
@@ -31,6 +33,10 @@ MOST_BYTES = 20 * 10**9
 HUB_NAME = re.compile(r"(?:[\w.-]+/)?[\w.-]+")
 KEY = re.compile(r"[0-9a-f]{16}")
 COMMIT = re.compile(r"[0-9a-f]{40}")
+FAILED = "export: "  # before an error of the export
+FREE_SPACE = (
+    "free some space, remove models (quartet remove), or set XDG_CACHE_HOME to another disk"
+)
 TRAINING_STATES = "checkpoint-*"  # folders that trainers write next to the weights
 
 
@@ -105,8 +111,9 @@ def resolve(name: str) -> Path:
             return unpack(path).bundle
         return find(name).bundle
     except OSError as error:
+        advice = f": {FREE_SPACE}" if error.errno == errno.ENOSPC else ""
         raise SourceError(
-            f"{name}: {error.strerror or error}: {error.filename or root()}"
+            f"{name}: {error.strerror or error}: {error.filename or root()}{advice}"
         ) from None
 
 
@@ -244,32 +251,41 @@ def export(source: Source, origin: str, name: str) -> Entry:
                 f"quartet: exporting {origin}, once; later starts take it from the cache",
                 file=sys.stderr,
             )
-            run_export([origin, str(folder / name.rpartition("/")[2]), "--name", name])
+            run_export([origin, str(folder / name.rpartition("/")[2]), "--name", name], folder)
     remove(above_limit(), keep=source.key)
     return Entry(root() / source.key, source)
 
 
-def run_export(arguments: list[str]) -> None:
-    """Run `python -m export` with its output on standard error. Raises SourceError with its last line."""
+def run_export(arguments: list[str], scratch: Path | None = None) -> None:
+    """Run `python -m export` and show its progress on standard error. Raises SourceError with its last line.
+
+    scratch: for temporary files, which are as large as the model; None for the system's directory
+    """
     command = [*child_python(), "-m", "export", *arguments]
-    last = ""
+    environment = {**({"TMPDIR": str(scratch)} if scratch else {}), **os.environ}
+    last, progress = "", Progress()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     ) as run:
         assert run.stdout is not None
         try:
             for line in run.stdout:
                 last = line.strip() or last
-                print(f"  {line.rstrip()}", file=sys.stderr, flush=True)
+                if not last.startswith(FAILED):
+                    progress.show(line.rstrip())
         except BaseException:  # Ctrl-C or SIGTERM
             run.terminate()
             raise
+        finally:
+            progress.end()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if run.returncode:
-        if "ModuleNotFoundError" in last:
-            last = f'{last}: pip install "quartet-serving[train]"'
-        raise SourceError(last.removeprefix("export: "))
+        if os.strerror(errno.ENOSPC) in last:
+            last = f"{last}: {FREE_SPACE}"
+        if run.returncode == -signal.SIGKILL:
+            last = "the export was killed, probably because memory ran out: see quartet doctor"
+        raise SourceError(last.removeprefix(FAILED))
 
 
 def pack(entry: Entry, file: Path) -> None:

@@ -39,6 +39,12 @@ def parser() -> argparse.ArgumentParser:
         default=str(base),
         help="checkpoint to start from, or a name on the hub; default: %(default)s",
     )
+    parser.add_argument(
+        "--minutes",
+        metavar="N",
+        help="end the training after this time, with the best checkpoint so far; by default it ends when the score "
+        "does not rise",
+    )
     return parser
 
 
@@ -71,6 +77,8 @@ def main() -> int:
             "--output",
             output,
         ]
+        if arguments.minutes:
+            options += ["--minutes", arguments.minutes]
         command = [*child_python(), "-m", "model.finetune", *options, *further]
         if status := subprocess.run(command, check=False).returncode:
             return status

@@ -129,6 +129,10 @@ class TrainingRun:
             self.last_line = now
             self.log(f"step {step + 1}/{self.steps}  {state}")
 
+    def share_of(self, minutes: float) -> float:
+        """Return how much of a time has passed since this process began the run; 0 for no limit."""
+        return (time.monotonic() - self.started) / (60 * minutes) if minutes else 0.0
+
     def seconds_left(self, step: int) -> float:
         """Estimate the remaining time before `step`, from the speed of this process."""
         done = self.work_before[step] - self.work_before[step - self.steps_done]

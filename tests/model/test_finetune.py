@@ -588,6 +588,13 @@ def test_a_joint_checkpoint_keeps_heads_in_order(start, tmp_path):
     assert model.described["vectors"].dimensions == 64
 
 
+def test_a_run_ends_after_its_minutes(start, capsys):
+    """It has the steps so far; the learning rate falls to 0 in that time."""
+    result = start(start.tables("names"), steps=5000, minutes=1e-6)
+    assert 1 == result["steps"]
+    assert "1e-06 minutes are over: the run ends at step 1 of 5,000" in capsys.readouterr().out
+
+
 def test_steps_follow_from_the_epochs_of_the_longest_stream(start):
     """Sixteen groups in fours are four steps, however few the pairs of another stream."""
     tables = {"vectors": {**start.tables()["vectors"], "scored_batch_size": 16}}

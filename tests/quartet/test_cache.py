@@ -1,6 +1,7 @@
 """The cache of exported bundles: what a name stands for, and when it is exported again."""
 
 import json
+import os
 import sys
 import tarfile
 from functools import partialmethod
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import HfApi
 
-from quartet import cache, list_models, pull, remove, serve
+from quartet import cache, list_models, progress, pull, remove, serve
 from quartet.cache import SourceError, resolve
 from tests.hub_server import serve_hub
 
@@ -19,7 +20,7 @@ def exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The arguments of each export, which writes a manifest only; the working directory and the cache are new."""
     calls: list[list[str]] = []
 
-    def run_export(arguments: list[str]) -> None:
+    def run_export(arguments, scratch):
         origin, folder, *_ = arguments
         calls.append(arguments)
         if "broken" in origin:
@@ -177,3 +178,27 @@ def test_serve_replaces_only_names(exports):
     assert ["--port", "80", found, "--host=::1", "--check-config", found] == serve.with_bundles(
         arguments
     )
+
+
+def test_an_error_of_an_export_is_one_line(monkeypatch, capsys):
+    """It has the reason and, for a full disk, what to do; the lines before it were progress."""
+    code = "print('tracing'); import sys; sys.exit('export: [Errno 28] No space left on device')"
+    monkeypatch.setattr(cache, "child_python", lambda: [sys.executable, "-c", code])
+    with pytest.raises(
+        SourceError, match=r"^\[Errno 28\] No space left on device: free some space"
+    ):
+        cache.run_export([])
+    assert "  tracing\n" == capsys.readouterr().err
+
+
+def test_a_terminal_has_a_bar(monkeypatch, capsys):
+    """It shows the step and the time left; a warning has a line of its own, and nothing else is left."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(progress.os, "get_terminal_size", lambda _: os.terminal_size((40, 24)))
+    monkeypatch.setattr(sys.stderr, "fileno", lambda: 2)
+    bar = progress.Progress()
+    for line in ("warning: no pooling", "tracing the packed graph ...", "a table"):
+        bar.show(line)
+    bar.end()
+    shown = capsys.readouterr().err.split("\r\033[K")
+    assert ["", "  warning: no pooling\n", "████░░░░░░░░░░░░░░░░    0 s left  traci", ""] == shown

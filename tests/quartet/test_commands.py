@@ -52,10 +52,12 @@ def test_train_finetunes_and_exports(tmp_path, monkeypatch, capsys):
         lambda command, check: commands.append(command) or SimpleNamespace(returncode=0),
     )
     Path("my reviews.csv").write_text(ROWS["classification"])
-    monkeypatch.setattr(sys, "argv", ["quartet train", "my reviews.csv", "--steps", "2"])
+    monkeypatch.setattr(
+        sys, "argv", ["quartet train", "my reviews.csv", "--minutes", "3", "--steps", "2"]
+    )
     assert 0 == train.main()
     trained, exported, *_ = commands
-    assert ["--steps", "2"] == trained[-2:]
+    assert ["--minutes", "3", "--steps", "2"] == trained[-4:]
     assert "classification" == trained[trained.index("--task") + 1]
     assert ["bundles/my-reviews", "--name", "my-reviews", "--next-version"] == exported[1:]
     assert "quartet serve my-reviews" in capsys.readouterr().out
