@@ -3,6 +3,10 @@
 #
 #     docker build -t quartet .
 #     docker build -t quartet:gpu --target gpu --build-arg DEVICE=gpu .
+#     docker build -t quartet:hub --target hub --build-arg DEVICE=hub .
+#
+# `hub` is `quartet serve` for a CPU: it serves names on the hub, which it keeps in the volume /cache. It reads ONNX graphs,
+# and with --build-arg CHECKPOINTS=1 all checkpoints.
 #
 # PYTHON_IMAGE is any Debian-based image with Python 3.11 or newer as python3, BUNDLE any directory under
 # bundles/; EXTRAS=otel adds tracing. BuildKit and the classic builder both accept this file.
@@ -44,6 +48,22 @@ RUN python3 deploy/requirements.py --image cpu ${EXTRAS} > requirements.txt \
     && /opt/pip/bin/pip --python /opt/quartet/bin/python install --no-cache-dir \
         --only-binary :all: --constraint constraints.txt --requirement requirements.txt
 
+# The hub client and ONNX graphs; with CHECKPOINTS=1, training's packages as well, gigabytes with torch. As above, the
+# classic builder fills this environment with DEVICE=hub only.
+FROM build AS build-hub
+ARG PIP_INDEX_URL
+ARG TARGETARCH
+ARG DEVICE
+ARG EXTRAS
+ARG CHECKPOINTS
+RUN if [ -n "${TARGETARCH}" ] || [ "${DEVICE}" = hub ]; then \
+        python3 deploy/requirements.py cpu hub ${CHECKPOINTS:+train} ${EXTRAS} > requirements.txt \
+        && /opt/pip/bin/pip --python /opt/quartet/bin/python install --no-cache-dir \
+            --only-binary :all: --constraint constraints.txt --requirement requirements.txt; \
+    else \
+        echo "Leaving out the hub client: with this builder, the hub target needs --build-arg DEVICE=hub"; \
+    fi
+
 # --- app: the service and its bundle, readable by every user, independent of the checkout's modes
 
 FROM ${PYTHON_IMAGE} AS app
@@ -56,7 +76,14 @@ RUN ln -s /bundles/default /app/service/default_bundle
 RUN python3 -m compileall -q --invalidation-mode unchecked-hash /app \
     && chmod -R a+rX /app /bundles
 
-# --- runtime: how both images run: without further packages, without root, without writing files
+# All packages, for the command quartet, and an empty cache that the image's user may write.
+FROM app AS app-hub
+COPY model/ /app/model/
+COPY export/ /app/export/
+COPY quartet/ /app/quartet/
+RUN python3 -m compileall -q --invalidation-mode unchecked-hash /app && chmod -R a+rX /app && mkdir /cache
+
+# --- runtime: how the images run: without further packages, without root, without writing files
 
 FROM ${PYTHON_IMAGE} AS runtime
 LABEL org.opencontainers.image.title="Quartet" \
@@ -81,6 +108,16 @@ ENV NVIDIA_VISIBLE_DEVICES=all \
 COPY --from=build-gpu /opt/quartet /opt/quartet
 COPY --from=app /app /app
 COPY --from=app /bundles /bundles
+
+FROM runtime AS hub
+ENV XDG_CACHE_HOME=/cache \
+    HF_HOME=/cache/huggingface
+COPY --from=build-hub /opt/quartet /opt/quartet
+COPY --from=app-hub /app /app
+COPY --from=app-hub /bundles /bundles
+COPY --from=app-hub --chown=10001:10001 /cache /cache
+VOLUME /cache
+ENTRYPOINT ["/opt/quartet/bin/python", "-m", "quartet", "serve"]
 
 # The last stage is the default.
 FROM runtime AS cpu

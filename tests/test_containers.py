@@ -24,7 +24,8 @@ ROOT = Path(__file__).parent.parent
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
 SCHEMA = Path(sys.prefix, "compose/compose/config/compose_spec.json")
 TARGETS = ["cpu", "gpu"]
-SERVICES = ["quartet", "quartet-gpu"]
+SERVICES = ["quartet", "quartet-gpu", "quartet-hub"]
+IMAGES = [*TARGETS, "hub"]
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def test_compose_hands_on_every_setting(name):
 
     given = COMPOSE["services"][name]["environment"]
     assert set(given.values()) == {None}
-    assert settings == {variable for variable in given if not variable.startswith("OTEL_")}
+    assert settings == {variable for variable in given if variable.startswith("QUARTET_")}
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -131,7 +132,7 @@ def test_compose_leaves_time_to_drain(name):
     assert int(grace.removesuffix("s")) > own_s
 
 
-@pytest.mark.parametrize(("name", "target"), [*zip(SERVICES, TARGETS, strict=True)])
+@pytest.mark.parametrize(("name", "target"), [*zip(SERVICES, IMAGES, strict=True)])
 def test_compose_builds_a_stage_with_arguments_that_it_knows(name, target):
     """Each service builds its target, and the Dockerfile declares every argument handed to it."""
     build = COMPOSE["services"][name]["build"]
@@ -283,7 +284,24 @@ def test_a_selected_extra_is_installed(tmp_path, target):
     assert len(requirements([target, "otel"])) > len(requirements([target]))
 
 
-@pytest.mark.parametrize("target", TARGETS)
+def test_hub_image_holds_all_packages_and_writes_its_cache_only():
+    """Models lie in a volume that the image's user owns; torch is installed for checkpoints only."""
+    copied = {*copied_from_checkout(STAGES["app"]), *copied_from_checkout(STAGES["app-hub"])}
+    assert {"service", "model", "export", "quartet", DEFAULTS["BUNDLE"]} == copied
+    (volume,) = image("hub").all("VOLUME")
+    assert f"--from=app-hub --chown={image('hub').all('USER')[-1]} {volume} {volume}" in image(
+        "hub"
+    ).all("COPY")
+    assert {volume, f"{volume}/huggingface"} == {
+        environment("hub")[name] for name in ("XDG_CACHE_HOME", "HF_HOME")
+    }
+    assert [f"models:{volume}"] == COMPOSE["services"]["quartet-hub"]["volumes"]
+    assert not any(line.startswith("torch") for line in requirements(["cpu", "hub"]))
+    (script,) = STAGES["build-hub"].all("RUN")
+    assert "requirements.py cpu hub ${CHECKPOINTS:+train}" in script
+
+
+@pytest.mark.parametrize("target", IMAGES)
 def test_image_runs_as_an_unprivileged_user(target):
     """The image's user is a number, so that a platform can see that it is not root."""
     user = image(target).all("USER")[-1]
@@ -291,15 +309,16 @@ def test_image_runs_as_an_unprivileged_user(target):
     assert all(int(number) > 0 for number in user.split(":"))
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", IMAGES)
 def test_image_gets_signals_itself(target):
     """The service is the container's first process, with no shell between it and SIGTERM."""
-    assert [sys.executable, "-m", "service"] == command(image(target).all("ENTRYPOINT")[-1])
+    own = ["quartet", "serve"] if target == "hub" else ["service"]
+    assert [sys.executable, "-m", *own] == command(image(target).all("ENTRYPOINT")[-1])
     assert [] == command(image(target).all("CMD")[-1])
     assert "SIGTERM" == image(target).all("STOPSIGNAL")[-1]
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", IMAGES)
 def test_image_does_not_remember_the_package_index(target):
     """The index is an argument of the build stages, and of no stage that an image is made of."""
     assert not any("PIP_INDEX_URL" in arguments for _, arguments in image(target).lines)
