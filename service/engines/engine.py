@@ -118,6 +118,23 @@ class EngineTask(Protocol[T]):
 Copies = Callable[[EngineTask[Any], Ticket, Reply[Any]], None]
 
 
+class InlineTokens:
+    """The tokens that the event loop decodes in one turn, in which many small results may arrive."""
+
+    def __init__(self) -> None:
+        self._taken = 0
+
+    def take(self, tokens: int) -> bool:
+        """Return whether the event loop may decode this many tokens now."""
+        if not self._taken:
+            asyncio.get_running_loop().call_soon(self._renew)
+        self._taken += tokens
+        return self._taken <= INLINE_TOKENS
+
+    def _renew(self) -> None:
+        self._taken = 0
+
+
 class Engine:
     """A served bundle that encodes requests for a device and decodes its outputs.
 
@@ -145,6 +162,7 @@ class Engine:
         self.copies: Copies | None = None
         self._device = device
         self._text_threads = text_threads
+        self._inline = InlineTokens()
         self._users = 0
         self._unused = asyncio.Event()
 
@@ -206,6 +224,7 @@ class Engine:
             waited_s = time.monotonic() - submitted
             decode_all = partial(collector.add_all, entries, outcomes)
             size = max(usage.tokens, ticket.characters // CHARACTERS_PER_TOKEN)
+            size = max(size, encoded.answer_bytes // BYTES_PER_TOKEN)
             await self.run(decode_all, size, ticket, INLINE_TOKENS if plan.decodes_inline else 0)
         else:
             outcomes = await self._stream(plan, entries, collector, ticket)
@@ -255,7 +274,8 @@ class Engine:
         def decode_all() -> list[str]:
             texts, size = [], 0
             for one in ids:
-                texts.append(tokenizer.decode(one, skip_special_tokens=skip_special_tokens))
+                # Unlike `decode`, this does not hold the interpreter's lock.
+                texts += tokenizer.decode_batch([one], skip_special_tokens=skip_special_tokens)
                 size += len(texts[-1].encode())
                 self.limits.check_response(size)
             return texts
@@ -270,12 +290,11 @@ class Engine:
         ticket: Ticket,
     ) -> list[EntryOutcome]:
         """Submit entries, and decode each input as soon as its last outcome arrives."""
-        most = INLINE_TOKENS if plan.decodes_inline else 0
         large: list[asyncio.Task[None]] = []
 
         async def decode_in_thread(complete: CompleteInput[C], size: int, began: float) -> None:
             decode = partial(collector.decode, complete)
-            result = await self.run(decode, size, ticket, most)
+            result = await self.run(decode, size, ticket, 0)
             collector.finish(complete, result, began)
 
         def on_outcome(entry: Entry, outcome: EntryOutcome) -> None:
@@ -284,7 +303,8 @@ class Engine:
                 return
             began = time.perf_counter()
             own = plan.sizes[complete.place] // CHARACTERS_PER_TOKEN
-            if (size := max(complete.item.tokens, own)) > most:
+            size = max(complete.item.tokens, own, 1)
+            if not (plan.decodes_inline and self._inline.take(size)):
                 large.append(asyncio.create_task(decode_in_thread(complete, size, began)))
             else:
                 collector.finish(complete, collector.decode(complete), began)

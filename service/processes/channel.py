@@ -94,7 +94,9 @@ class Channel(asyncio.Protocol):
             role, number, kind, fields = orjson.loads(self._buffer[start + LENGTHS.size : middle])
             start = middle + body
             message = KINDS[kind](**fields)
-            self._received(role, number, message, bytes(self._buffer[middle:start]))
+            with memoryview(self._buffer) as buffer:
+                arrays = bytes(buffer[middle:start])
+            self._received(role, number, message, arrays)
         del self._buffer[:start]
 
     def connection_lost(self, _: Exception | None) -> None:

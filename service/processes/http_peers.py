@@ -23,6 +23,10 @@ from service.scheduling.entries import Entry, EntryOutcome, Outcome
 
 log = structlog.get_logger()
 
+PART_BYTES = (
+    2**20
+)  # of outputs in one message, which a process copies in one turn of its event loop
+
 
 class HttpPeer(Peer):
     """A connected HTTP process; bundles: those whose texts it has."""
@@ -129,16 +133,22 @@ class HttpPeers:
     async def _compute(
         self, request: messages.Submit, entries: Sequence[Entry], send_part: Receive
     ) -> Reply:
-        if not request.each:
-            outcomes = await self._device.submit(entries)
-            return computed(request, dict(enumerate(outcomes)))
         places = {entry: place for place, entry in enumerate(entries)}
+        unsent: dict[int, EntryOutcome] = {}
+        size = 0
 
         def send(entry: Entry, outcome: EntryOutcome) -> None:
-            send_part(*computed(request, {places[entry]: outcome}))
+            nonlocal size
+            unsent[places[entry]] = outcome
+            if isinstance(outcome, Outcome):
+                size += sum(output.nbytes for output in outcome.outputs.values())
+            if request.each or size > PART_BYTES:
+                send_part(*computed(request, unsent))
+                unsent.clear()
+                size = 0
 
         await self._device.submit(entries, send)
-        return computed(request, {})
+        return computed(request, unsent)
 
 
 async def _leave(peer: Peer, model_id: str) -> None:

@@ -24,7 +24,7 @@ class Submit:
     """Compute the entries of one request; arrays: all `input_ids`, then all `token_type_ids`, int64.
 
     hidden: the last tokens of each entry that no token attends to; empty for none
-    each: send each entry's outcome as a part of the reply as soon as it is computed, instead of all together
+    each: send each entry's outcome as a part of the reply as soon as it is computed; otherwise large outcomes only
 
     `Entry` defines the other fields. The reply is `Computed`.
     """

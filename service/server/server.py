@@ -5,6 +5,7 @@ import gc
 import math
 import os
 import socket
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
+SWITCH_S = 0.001  # that the event loop waits for a text thread's Python code, after each of its system calls
 GARBAGE = 10_000  # new objects between garbage collections; requests create almost no cycles
 
 
@@ -78,6 +80,7 @@ class Server(GracefulServer):
         gc.collect()
         gc.freeze()  # excludes long-lived objects from garbage collection
         gc.set_threshold(GARBAGE)
+        sys.setswitchinterval(SWITCH_S)
         await self.report_serving(sockets or [])
 
     async def start_grpc(self) -> None:

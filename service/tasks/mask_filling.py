@@ -23,6 +23,7 @@ from service.tasks.fields import (
 )
 
 MASK_TOKENS = ("[MASK]", "<mask>")  # of the families of encoders, to explain a wrong one
+PART_TOKENS = 2**16  # decoded at once
 MOST_TOKEN_BYTES = 1024  # of a result, without the text around its token
 
 
@@ -70,8 +71,12 @@ class MaskFilling(Inputs, Windowed):
             results = []
             for place, best in zip(item.places, filled, strict=True):
                 before, after = item.ids[:place], item.ids[place + 1 :]
-                written = [[*before, token, *after] for token, _ in best]
-                sequences = tokenizer.decode_batch(written, skip_special_tokens=single)
+                count = max(1, PART_TOKENS // len(item.ids))
+                sequences: list[str] = []
+                for start in range(0, len(best), count):  # other threads run between two parts
+                    part = best[start : start + count]
+                    written = [[*before, token, *after] for token, _ in part]
+                    sequences += tokenizer.decode_batch(written, skip_special_tokens=single)
                 alone = [[token] for token, _ in best]
                 tokens = tokenizer.decode_batch(alone, skip_special_tokens=False)
                 found = zip(best, tokens, sequences, strict=True)
@@ -82,7 +87,8 @@ class MaskFilling(Inputs, Windowed):
 
         def answer_bytes(_: int, item: MaskedText) -> int:
             count = len(item.places) * min(self.top_k, len(wanted or ()) or self.top_k)
-            text = tokenizer.decode(item.ids, skip_special_tokens=len(item.places) == 1)
+            single = len(item.places) == 1
+            (text,) = tokenizer.decode_batch([item.ids], skip_special_tokens=single)
             return count * (len(orjson.dumps(text)) + MOST_TOKEN_BYTES)
 
         return TaskPlan(

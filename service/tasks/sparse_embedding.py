@@ -20,6 +20,7 @@ from service.tasks.fields import (
 )
 from service.tasks.source_texts import scores_of_texts, with_source
 
+INLINE_WEIGHTS = 2**18  # of the vocabulary for all texts, which the event loop decodes
 WEIGHT_BYTES = 36  # of an id and a weight in JSON, as the longest of our APIs writes them
 
 
@@ -60,6 +61,7 @@ class SparseEmbedding(Inputs, Windowed):
             one_head(name, weigh),
             lambda *_: SCORED_BYTES,
             result_bytes=lambda found: WEIGHT_BYTES * len(found.indices),
+            decodes_inline=len(self.inputs) * size <= INLINE_WEIGHTS,
         )
 
 

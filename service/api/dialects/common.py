@@ -132,7 +132,7 @@ def own_tokens(engine: Engine, advice: str = "") -> Tokens:
     def decode(ids: Sequence[int]) -> str:
         if (largest := max(ids)) >= size:
             raise KeyError(largest)
-        return tokenizer.decode(ids, skip_special_tokens=True)
+        return tokenizer.decode_batch([ids], skip_special_tokens=True)[0]
 
     return Tokens(decode, f"{engine.id}, whose vocabulary has {size}", advice)
 

@@ -171,12 +171,13 @@ class Counting:
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._tokenizer, name)
-        if name not in ("encode", "encode_batch", "encode_batch_fast", "decode"):
+        assert name != "decode", "decode_batch does not hold the interpreter's lock"
+        if name not in ("encode", "encode_batch", "encode_batch_fast", "decode_batch"):
             return method
 
         def count(texts: Any, *more: Any, **options: Any) -> Any:
-            size = len(texts) if name in ("encode", "decode") else sum(map(len, texts))
-            self.all += size if name != "decode" else 0
+            size = len(texts) if name == "encode" else sum(map(len, texts))
+            self.all += size if name != "decode_batch" else 0
             self.in_loop += size * (threading.current_thread() is threading.main_thread())
             return method(texts, *more, **options)
 

@@ -6,6 +6,7 @@ import math
 import shutil
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -503,6 +504,21 @@ async def test_large_answers_are_decoded_in_a_thread(in_lines, most, thread, tin
     assert [True] == [name.startswith(thread) for name in threads]
     assert ["MainThread"] * in_lines == told
     assert len(reply.results) == 1
+
+
+async def test_many_results_at_once_are_decoded_in_threads(tiny, monkeypatch):
+    """The event loop's thread decodes a limited number of tokens of a stream before it serves other requests."""
+    threads, whole = Counter(), decode.embed
+
+    def decoded(*arguments, **named):
+        threads[threading.current_thread().name[:5]] += 1
+        return whole(*arguments, **named)
+
+    monkeypatch.setattr(engine, "INLINE_TOKENS", 10)
+    monkeypatch.setattr(decode, "embed", decoded)
+    reply = await tiny.answer(embed(["the sea"] * 40), ticket(), on_result=lambda *_: None)
+    assert 40 == len(reply.results) == sum(threads.values())
+    assert 40 > threads["text-"] > 10
 
 
 OnEncoding = Callable[[Callable[[list[str]], Any]], None]

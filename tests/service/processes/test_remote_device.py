@@ -19,8 +19,8 @@ from service.engines.commands import Command, LoadModel, UnloadModel
 from service.engines.device import RunsOn
 from service.engines.model_state import Models, ServedModel, ServingState
 from service.observability.metrics import Metrics
-from service.processes import messages
-from service.processes.channel import frame
+from service.processes import http_peers, messages
+from service.processes.channel import Channel, frame
 from service.processes.control_channel import PEER, ChildControl, ControlChannel
 from service.processes.http_peers import HttpPeers
 from service.processes.inference_process import serve
@@ -231,6 +231,21 @@ async def test_outcomes_are_reported_one_by_one():
         both.device.hold.set()
         assert 2 == len(await request)
     assert entries == received
+
+
+@pytest.mark.parametrize(("most", "parts"), [(0, 3), (24, 1), (2**20, 0)])
+async def test_large_outcomes_are_sent_in_parts(most, parts, monkeypatch):
+    """Both processes copy a limited number of bytes before they serve other requests."""
+    monkeypatch.setattr(http_peers, "PART_BYTES", most)
+    entries, roles, send = [text(1, 2, 3), text(9), text(4, 5)], [], Channel.send
+    async with pair() as both:
+        monkeypatch.setattr(
+            Channel, "send", lambda own, role, *rest: (roles.append(role), send(own, role, *rest))
+        )
+        got = await both.remote.submit(entries)
+    for entry, outcome in zip(entries, got, strict=True):
+        np.testing.assert_equal(asdict(answer(entry)), asdict(outcome))
+    assert parts == roles.count("part")
 
 
 @pytest.mark.parametrize("each", [False, True], ids=["together", "each"])
