@@ -87,6 +87,28 @@ def endless_loop() -> list[onnx.NodeProto]:
     ]
 
 
+def endless_operator() -> list[onnx.NodeProto]:
+    """A single operator compares 400,000 boxes with each other, which takes minutes in the opening of the session."""
+    limits = {"first": 0.0, "end": 400_000.0, "step": 1.0, "half": 0.5, "most_overlap": 0.9}
+    return [
+        *(constant(name, value, np.float32) for name, value in limits.items()),
+        *(constant("most", [400_000]), constant("axes", [0, 2]), constant("flat", [0, 1])),
+        constant("no_word", 0, np.float32),
+        helper.make_node("Range", ["first", "end", "step"], ["starts"]),
+        helper.make_node("Add", ["starts", "half"], ["ends"]),
+        helper.make_node("Unsqueeze", ["starts", "axes"], ["low"]),
+        helper.make_node("Unsqueeze", ["ends", "axes"], ["high"]),
+        helper.make_node("Concat", ["low", "low", "high", "high"], ["boxes"], axis=2),
+        helper.make_node("Unsqueeze", ["starts", "flat"], ["scores"]),
+        helper.make_node(
+            "NonMaxSuppression", ["boxes", "scores", "most", "most_overlap"], ["chosen"]
+        ),
+        helper.make_node("Cast", ["chosen"], ["numbers"], to=TensorProto.FLOAT),
+        helper.make_node("ReduceMax", ["numbers"], ["number"], keepdims=0),
+        helper.make_node("Mul", ["number", "no_word"], ["fault"]),
+    ]
+
+
 def greed() -> list[onnx.NodeProto]:
     """Each batch needs a hundred megabytes, and fails if they are not available."""
     return [

@@ -12,6 +12,7 @@ from service.observability import logs
 from service.observability.metrics import Metrics
 from service.processes.control_channel import ControlChannel
 from service.processes.http_peers import HttpPeers
+from service.processes.trial import try_bundle
 from service.rollout.directory_watcher import watch
 from service.rollout.model_manager import OPENING_ERRORS, ModelManager, Resume
 from service.settings import Settings
@@ -37,7 +38,7 @@ async def compute(
         try:
             opening = open_device(settings, metrics)
             device = await stack.enter_async_context(opening)
-            manager = ModelManager(device, settings, metrics, control.report)
+            manager = ModelManager(device, settings, metrics, control.report, try_bundle)
             manager.open(resume)
         except START_ERRORS as error:
             raise CannotStart(error) from error

@@ -19,6 +19,7 @@ from service.observability.logs import exit_at_once
 from service.observability.metrics import Metrics
 from service.processes.key_file_watcher import KeyFiles
 from service.processes.process_signals import reap_orphans, stop_signals
+from service.processes.trial import try_bundle
 from service.rollout.directory_watcher import watch
 from service.rollout.model_manager import ModelManager
 from service.server.server import Server
@@ -85,7 +86,7 @@ class SingleServer(Server):
 async def open_local_engines(metrics: Metrics, settings: Settings) -> AsyncIterator[Engines]:
     """Yield engines on a device in this process. Raises BundleError or ProviderError for a bad bundle."""
     async with open_device(settings, metrics) as device:
-        manager = ModelManager(device, settings, metrics)
+        manager = ModelManager(device, settings, metrics, trial=try_bundle)
         await asyncio.to_thread(manager.open)
         engines = Engines(device, manager.execute, metrics.observe_comparison, settings)
         try:

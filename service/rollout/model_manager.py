@@ -60,12 +60,17 @@ async def tell_nobody(_: Mapping[str, object]) -> None:
     """Ignore a report, where there is no main process to send it to."""
 
 
+async def no_trial(settings: Settings, folder: Path) -> None:
+    """Open no bundle elsewhere."""
+
+
 class ModelManager:
     """The manager of the bundles that a device computes and of the requests that each of them gets.
 
     models: the served models; the first current one is the default
     resident: hashes of bundles that only a command unloads; a new version does not replace them
     report: called with the state for the next process after every change
+    trial: opens a bundle elsewhere before this process does; raises BundleError if it must not be opened here
     """
 
     def __init__(
@@ -74,11 +79,13 @@ class ModelManager:
         settings: Settings,
         metrics: Metrics,
         report: Callable[[Mapping[str, object]], Awaitable[None]] = tell_nobody,
+        trial: Callable[[Settings, Path], Awaitable[object]] = no_trial,
     ) -> None:
         self.models: Models = ()
         self._device = device
         self._settings = settings
         self._report = report
+        self._trial = trial
         self._subscriber: Subscriber | None = None
         self._coming: dict[Path, float] = {}  # start of loading, in seconds of `time.time`
         self._going: dict[str, tuple[ServedModel, asyncio.Task[None]]] = {}
@@ -233,9 +240,12 @@ class ModelManager:
             try:
                 async with asyncio.timeout(seconds):
                     bundle = await asyncio.to_thread(bundles.load, folder)
-                    known = self._known(bundle)
-                    self._check_space(bundle.manifest, allowed)
-                    opened = None if known else await asyncio.to_thread(self._device.open, bundle)
+                if self._known(bundle):
+                    return bundle, None
+                self._check_space(bundle.manifest, allowed)
+                await self._trial(self._settings, folder)
+                async with asyncio.timeout(seconds):
+                    opened = await asyncio.to_thread(self._device.open, bundle)
             except TimeoutError:  # its thread goes on until the runtime's current operator ends
                 raise BundleError(folder, f"loading it takes more than {seconds:g} s") from None
         return bundle, opened
