@@ -1,13 +1,15 @@
 """Attacks on a server, all at once, from one process that takes a stated share of one core.
 
-`python -m tests.e2e.attackers PORT SECONDS SHARE [KEY]` prints a line of JSON: what was sent, and the share of a core.
-With a key, some attacks come from a tenant; the others come from strangers. No attack waits for an answer, so a server
-that only reads gets the same kinds of bytes.
+`python -m tests.e2e.attackers PORT GRPC_PORT SECONDS SHARE [KEY]` prints a line of JSON: what was sent, and the share
+of a core. With a key, some attacks come from a tenant; the others come from strangers. No attack waits for an answer,
+so a server that only reads gets the same kinds of bytes.
 """
 
 import asyncio
+import gzip
 import json
 import random
+import struct
 import sys
 import time
 from collections import Counter
@@ -26,6 +28,29 @@ CONNECTIONS = 1200  # silent ones, more than a service keeps by default
 SLOW_HEADS = 50
 SLOW_BODIES = 50
 GZIP = {"Content-Encoding": "gzip"}
+# HTTP/2: the beginning of a connection, frame types, flags, and headers of HPACK's static table (RFC 7541, appendix A).
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\4" + bytes(5)
+DATA, HEADERS, END_STREAM, END_HEADERS = 0, 1, 1, 4
+POST_HTTP, PATH = b"\x83\x86", 4
+STREAMS = 100  # of a connection
+CALLS = ["ModelInfer", "ModelReady", "RepositoryModelLoad", "Unknown"]
+SEVERAL = ["Ada drew a comet."] * 40
+LONG = "the ferry to the harbour was late " * 300
+# Requests of the tasks that multiply their fields: most are refused by their product, the others are small.
+PRODUCTS: list[tuple[str, dict[str, object]]] = [
+    ("/zero-shot", {"inputs": "a", "labels": ["b" * 9999], "hypothesis_template": "{}" * 9999}),
+    ("/zero-shot", {"inputs": SEVERAL, "labels": [str(number) for number in range(99)]}),
+    ("/zero-shot", {"inputs": SEVERAL[0], "labels": ["sea", "sky"]}),
+    ("/hf/pipeline/zero-shot-classification", {"inputs": "a", "candidate_labels": "," * 9999}),
+    ("/rerank", {"query": LONG * 9, "documents": SEVERAL}),
+    ("/vllm/score", {"text_1": LONG * 9, "text_2": SEVERAL}),
+    ("/fill-mask", {"inputs": "[MASK] " * 16 + LONG * 9, "top_k": 100}),
+    ("/fill-mask", {"inputs": "Ada [MASK] a comet.", "targets": ["drew", " " * 9999]}),
+    ("/embed-sparse", {"inputs": SEVERAL, "return_tokens": True}),
+    ("/embed-tokens", {"inputs": SEVERAL, "truncate": "window"}),
+    ("/tokenize", {"inputs": [LONG * 9]}),
+    ("/detokenize", {"ids": [[7] * 9999] * 9}),
+]
 
 
 class Governor:
@@ -63,8 +88,8 @@ class Connection(asyncio.Protocol):
 class Attackers:
     """All attacks on one port. `sent` counts bytes and connections by attack."""
 
-    def __init__(self, port: int, share: float, key: str) -> None:
-        self.port = port
+    def __init__(self, port: int, grpc_port: int, share: float, key: str) -> None:
+        self.port, self.grpc_port, self.key = port, grpc_port, key
         self.authorization = f"Authorization: Bearer {key}\r\n" if key else ""
         self.sent: Counter[str] = Counter()
         self.chance = random.Random(38)
@@ -72,14 +97,20 @@ class Attackers:
             *(*hostile.torn(), *hostile.flipped(self.chance), *hostile.mistyped()),
             *(*hostile.numbers(), *hostile.strings(), *hostile.noise(self.chance)),
             hostile.Case("bomb", "/embed", hostile.bomb(11), {**hostile.JSON, **GZIP}),
+            *(
+                hostile.Case("product", path, packed(body), {**hostile.JSON, **GZIP})
+                for path, body in PRODUCTS
+            ),
         ]
         self.chance.shuffle(self.cases)
         self.governor = Governor(share)  # made last: what comes before takes no time of the attacks
 
-    async def connect(self, name: str, reads: bool = True) -> Connection:
+    async def connect(self, name: str, reads: bool = True, port: int = 0) -> Connection:
         self.sent[f"{name} connections"] += 1
         loop = asyncio.get_running_loop()
-        _, made = await loop.create_connection(lambda: Connection(reads), "127.0.0.1", self.port)
+        _, made = await loop.create_connection(
+            lambda: Connection(reads), "127.0.0.1", port or self.port
+        )
         return made
 
     def send(self, name: str, connection: Connection, data: bytes) -> None:
@@ -188,11 +219,70 @@ class Attackers:
             yield
             connection.transport.close()
 
+    async def calls(self, name: str, key: str, *messages: bytes) -> AsyncIterator[None]:
+        """Begin calls over gRPC, each with the bytes of a message, which may lack its end; none ends its stream."""
+        for number in cycle(range(STREAMS)):
+            if not number:
+                connection = await self.connect(name, port=self.grpc_port)
+                self.send(name, connection, PREFACE)
+            stream = 2 * number + 1
+            call = CALLS[number % len(CALLS)]
+            head = POST_HTTP + indexed(PATH, f"/inference.GRPCInferenceService/{call}")
+            head += named("content-type", "application/grpc") + named("te", "trailers")
+            head += named("authorization", f"Bearer {key}") if key else b""
+            frames = frame(HEADERS, END_HEADERS, stream, head)
+            if messages:
+                frames += frame(DATA, 0, stream, messages[number % len(messages)])
+            self.send(name, connection, frames)
+            yield
+            if number == STREAMS - 1:
+                connection.transport.abort()
+
+    def calls_of_strangers(self) -> AsyncIterator[None]:
+        """Begin calls without a key, with no message, a part of one, or four million fields in 4 KiB."""
+        return self.calls("calls of strangers", "", b"", *messages())
+
+    def calls_of_a_tenant(self) -> AsyncIterator[None]:
+        return self.calls("calls of a tenant", self.key, *messages())
+
     def attacks(self) -> list[Callable[[], AsyncIterator[None]]]:
         return [
             *(self.silent, self.slow_heads, self.slow_bodies, self.chunks, self.bodies_ahead),
             *(self.refused_bodies, self.unread, self.refusals, self.not_http, self.hostile_bodies),
+            *(self.calls_of_strangers, self.calls_of_a_tenant),
         ]
+
+
+def packed(body: object) -> bytes:
+    return gzip.compress(json.dumps(body).encode())
+
+
+def messages() -> list[bytes]:
+    """Return messages of gRPC with their prefix: half of one, one of many fields, and one that is compressed."""
+    many = gzip.compress(b"\x2a\0" * 4_000_000)
+    return [
+        struct.pack(">BI", 0, 1000) + b"\x0a\4tiny",
+        struct.pack(">BI", 0, 10_000) + b"\x2a\0" * 5000,
+        struct.pack(">BI", 1, len(many)) + many,
+    ]
+
+
+def frame(kind: int, flags: int, stream: int, content: bytes) -> bytes:
+    """Return a frame of HTTP/2 (RFC 9113, 4.1)."""
+    return struct.pack(">I", len(content))[1:] + struct.pack(">BBI", kind, flags, stream) + content
+
+
+def text(value: str) -> bytes:
+    """Return a string of HPACK, of fewer than 127 bytes."""
+    return bytes([len(value)]) + value.encode()
+
+
+def indexed(name: int, value: str) -> bytes:
+    return bytes([name]) + text(value)
+
+
+def named(name: str, value: str) -> bytes:
+    return b"\0" + text(name) + text(value)
 
 
 async def repeat(attack: Callable[[], AsyncIterator[None]]) -> AsyncIterator[None]:
@@ -204,9 +294,11 @@ async def repeat(attack: Callable[[], AsyncIterator[None]]) -> AsyncIterator[Non
         yield
 
 
-async def attack_all(port: int, seconds: float, share: float, key: str) -> dict[str, object]:
+async def attack_all(
+    port: int, grpc_port: int, seconds: float, share: float, key: str
+) -> dict[str, object]:
     """Run all attacks in turns for some seconds. Returns what was sent and this process's share of a core."""
-    attackers = Attackers(port, share, key)
+    attackers = Attackers(port, grpc_port, share, key)
     began, used = time.monotonic(), time.process_time()
     turns = [repeat(attack) for attack in attackers.attacks()]
     while time.monotonic() - began < seconds:
@@ -218,8 +310,9 @@ async def attack_all(port: int, seconds: float, share: float, key: str) -> dict[
 
 
 def main() -> None:
-    port, seconds, share, *key = sys.argv[1:]
-    told = uvloop.run(attack_all(int(port), float(seconds), float(share), "".join(key)))
+    port, grpc_port, seconds, share, *key = sys.argv[1:]
+    ports = int(port), int(grpc_port)
+    told = uvloop.run(attack_all(*ports, float(seconds), float(share), "".join(key)))
     print(json.dumps(told))
 
 

@@ -103,34 +103,37 @@ def many_files() -> Iterator[None]:
 )
 @pytest.mark.timeout(3600)
 @pytest.mark.usefixtures("many_files")
-def test_a_hostile_soak(tiny_bundle, tmp_path, seconds, pytestconfig, capsys):
+def test_a_hostile_soak(tasks_bundle, tmp_path, seconds, pytestconfig, capsys):
     """No wrong answer, no restart, little memory, and a p99 near the control's.
 
     `--seconds 1200` for five rounds of two minutes, each with its control.
     """
+    pytest.importorskip("grpc")
     rounds = 5 if seconds >= LONG_S else 3
     each_s = max(seconds / (2 * rounds), 3.0)
     tenants = {name: make_key() for name in ("ordinary", "hostile")}
     keys = tmp_path / "keys.toml"
     keys.write_text("".join(record(name, key) for name, key in tenants.items()))
     headers = {"Authorization": f"Bearer {tenants['ordinary']}"}
-    with serving(tiny_bundle, "--api-keys", keys, "--metrics-port", "0") as server, sink() as port:
-        expected = {"tiny@1": lone_answers(server, "tiny@1", headers)}
+    options = ("--api-keys", keys, "--metrics-port", "0", "--grpc-port", "0")
+    with serving(tasks_bundle, *options) as server, sink() as port:
+        expected = {"tasks@1": lone_answers(server, "tasks@1", headers)}
         with asking(server, expected, CLIENTS, headers=headers) as clients:
             time.sleep(3.0)
         rate = HALF * sum(seen_by(clients).values()) / 3.0
         started = children(server)
 
-        def attack(target):
-            options = [str(target), str(each_s), str(SHARE), tenants["hostile"]]
+        def attack(target, grpc_target):
+            options = [str(target), str(grpc_target), str(each_s), str(SHARE), tenants["hostile"]]
             command = [sys.executable, "-m", "tests.e2e.attackers", *options]
             return next_to_attacks(server, expected, headers, rate, command)
 
-        pairs = [(attack(port), attack(server.port)) for _ in range(rounds)]
+        ports = server.port, int(server.grpc_address.rpartition(":")[2])
+        pairs = [(attack(port, port), attack(*ports)) for _ in range(rounds)]
         time.sleep(1.0)
         assert started == children(server)
         assert 200 == server.get("/health/ready").status
-        assert expected["tiny@1"] == lone_answers(server, "tiny@1", headers)
+        assert expected["tasks@1"] == lone_answers(server, "tasks@1", headers)
     ratios = [attacked.p99_s / control.p99_s for control, attacked in pairs]
     grown_mb = max(attacked.most_mb for _, attacked in pairs) - pairs[0][0].most_mb
     with capsys.disabled():
@@ -142,7 +145,7 @@ def test_a_hostile_soak(tiny_bundle, tmp_path, seconds, pytestconfig, capsys):
         )
     every = [one for pair in pairs for one in pair]
     assert not [wrong for one in every for wrong in one.wrong]
-    assert all(set(one.seen) <= {"tiny@1", "left"} for one in every)
+    assert all(set(one.seen) <= {"tasks@1", "left"} for one in every)
     assert all(one.attacks["core"] < 1.5 * SHARE for one in every)
     assert grown_mb < GROWTH_MB
     if pytestconfig.getoption("--chaos"):
