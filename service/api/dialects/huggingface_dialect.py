@@ -26,7 +26,7 @@ from starlette.responses import Response
 from service.api import openapi
 from service.api.dialects import tei_dialect
 from service.api.dialects.common import ErrorBody
-from service.api.dialects.tei_dialect import Direction, SentencesRequest
+from service.api.dialects.tei_dialect import SentencesRequest, Truncation
 from service.api.engine_call import Call, engine_of, json_response, receive_call, service_of
 from service.api.native_routes import answer, each, entity, filled_masks, label, make_router
 from service.api.responses import Answer, Entity, EntityGroup, FilledToken, Label
@@ -232,13 +232,11 @@ class HfQaRequest(HfRequest):
         yield "inputs.context", self.inputs.context
 
 
-class HfFeatureFields(Strict):
+class HfFeatureFields(Truncation):
     normalize: bool | None = Field(None, description="scale vectors to length 1; true when absent")
     prompt_name: ServedName | None = Field(
         None, description="the head's prompt before each text; its default prompt when absent"
     )
-    truncate: bool | None = Field(None, description="false refuses long texts; else they are cut")
-    truncation_direction: Direction = Field(None, description='"right" or absent')
     dimensions: AtLeastOne | None = Field(None, description="keep only the first dimensions")
     encoding_format: Annotated[
         str | None, always("float", 'must be "float"; /v1/embeddings has base64')
@@ -266,9 +264,8 @@ class HfFeatureRequest(HfTextsRequest, HfFeatureFields):
         return getattr(self.parameters, name, None) if own is None else own
 
 
-class HfSimilarityParameters(Strict):
-    truncate: bool | None = Field(None, description="false refuses long texts; else they are cut")
-    truncation_direction: Direction = Field(None, description='"right" or absent')
+class HfSimilarityParameters(Truncation):
+    pass
 
 
 class HfSimilarityRequest(HfRequest, SentencesRequest):
@@ -397,7 +394,7 @@ async def compare_sentences(call: Call[HfSimilarityRequest]) -> Response:
     task = Similarity(
         source=inputs.source_sentence,
         inputs=inputs.sentences,
-        truncate=given.truncate is not False,
+        truncate=given.cuts,
     )
     reply = await call.compute(task)
     return json_response(task.scores(call.engine, reply), call.headers(reply))

@@ -32,6 +32,7 @@ from service.api.dialects.common import (
 )
 from service.api.engine_call import Call, json_response, receive_call, service_of
 from service.api.native_routes import label, make_router
+from service.api.responses import Label
 from service.engines.engine import Engine, Reply
 from service.errors import (
     ErrorForm,
@@ -151,14 +152,9 @@ class InfinityEmbeddingResponse(InfinityResponse):
     data: list[OpenAIEmbedding]
 
 
-class InfinityLabel(BaseModel):
-    score: float
-    label: str
-
-
 class InfinityClassifyResponse(InfinityResponse):
     object: Literal["classify"]
-    data: list[list[InfinityLabel]]
+    data: list[list[Label]]
 
 
 class InfinityRanked(BaseModel):

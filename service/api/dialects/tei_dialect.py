@@ -28,6 +28,7 @@ from service.api.dialects.common import (
 )
 from service.api.engine_call import Call, json_response, receive_call, service_of
 from service.api.native_routes import label, make_router, numbers
+from service.api.responses import Label
 from service.api.schemas import DetokenizeRequest, Request, numbered
 from service.api.token_routes import answer_tokens, join_tokens
 from service.core.bundle import InputType
@@ -65,25 +66,23 @@ def error_form(error: QuartetError) -> ErrorForm:
 # -- requests -------------------------------------------------------------------------------------
 
 
-Truncate = Annotated[bool | None, Field(description="false refuses long texts; else they are cut")]
-Direction = Annotated[
-    str | None, allowed(None, "right", "Right", reason="texts are cut at their end")
-]
+class Truncation(Strict):
+    """The fields that say what happens to long texts."""
 
-
-class TeiRequest(Lenient):
-    """The common fields. TEI serves one model; `model` selects another than the first."""
-
-    unknown_model = "default"
-
-    truncate: Truncate = None
-    truncation_direction: Direction = Field(
-        None, description='"right", the end of texts, or absent'
-    )
+    truncate: bool | None = Field(None, description="false refuses long texts; else they are cut")
+    truncation_direction: Annotated[
+        str | None, allowed(None, "right", "Right", reason="texts are cut at their end")
+    ] = Field(None, description='"right", the end of texts, or absent')
 
     @property
     def cuts(self) -> bool:
         return self.truncate is not False
+
+
+class TeiRequest(Truncation, Lenient):
+    """The common fields. TEI serves one model; `model` selects another than the first."""
+
+    unknown_model = "default"
 
 
 class TeiEmbedRequest(Inputs, TeiRequest):
@@ -194,13 +193,9 @@ class SentencesRequest(Request):
         yield from numbered("inputs.sentences", self.inputs.sentences)
 
 
-class TeiSimilarityParameters(Strict):
+class TeiSimilarityParameters(Truncation):
     model_config = ConfigDict(extra="ignore")
 
-    truncate: Truncate = None
-    truncation_direction: Direction = Field(
-        None, description='"right", the end of texts, or absent'
-    )
     prompt_name: Annotated[None, refused("texts are compared without a prompt")] = Field(
         None, description=REFUSED
     )
@@ -232,11 +227,6 @@ class TeiDecodeRequest(DetokenizeRequest, Lenient):
 class TeiWeight(BaseModel):
     index: int = Field(description="id of a token")
     value: float
-
-
-class TeiLabel(BaseModel):
-    score: float
-    label: str
 
 
 class TeiRank(BaseModel):
@@ -344,9 +334,7 @@ def weight(index: int, value: float) -> dict[str, object]:
     return {"index": index, "value": value}
 
 
-@router.post(
-    "/predict", **openapi.dialect(TeiPredictRequest, list[list[TeiLabel]] | list[TeiLabel], TAG)
-)
+@router.post("/predict", **openapi.dialect(TeiPredictRequest, list[list[Label]] | list[Label], TAG))
 async def predict(request: HttpRequest) -> Response:
     """The labels of a text or a pair; a list of them for a batch."""
     return await label_sequences(await receive_call(request, TeiPredictRequest))
@@ -404,7 +392,7 @@ async def compare_sentences(call: Call[TeiSimilarityRequest]) -> Response:
     task = Similarity(
         source=sentences.source_sentence,
         inputs=sentences.sentences,
-        truncate=call.body.cuts and parameters.truncate is not False,
+        truncate=call.body.cuts and parameters.cuts,
     )
     reply = await call.compute(task)
     return json_response(task.scores(call.engine, reply), call.headers(reply))
