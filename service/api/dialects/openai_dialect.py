@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from functools import cache, partial
 from typing import Annotated, Any, Literal
 
+import structlog
 from pydantic import BaseModel, Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -46,9 +47,11 @@ ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_
 # What a request says about its texts in Jina's API.
 INPUT_TYPES: Mapping[str, InputType] = {"retrieval.query": "query", "retrieval.passage": "document"}
 OUTPUT_DTYPES: Mapping[str, OutputDtype] = {"binary": "binary", "ubinary": "ubinary"}
+log = structlog.get_logger()
 SEND_TEXTS = (
-    "Clients that send the tokens of OpenAI's models can send texts, langchain-openai with"
-    " check_embedding_ctx_length=False; or set QUARTET_TIKTOKEN_FILE to cl100k_base.tiktoken"
+    "Clients that send the tokens of OpenAI's models, as langchain-openai does by default, can send texts"
+    " (langchain-openai with check_embedding_ctx_length=False); or set QUARTET_TIKTOKEN_FILE to the path of"
+    " cl100k_base.tiktoken, see docs/how-to/migrate_openai.md"
 )
 
 router = make_router(f"/{PREFIX}", "openai_")
@@ -153,11 +156,17 @@ def tokens_of(request: HttpRequest, engine: Engine) -> Tokens:
     """Return the tokens of OpenAI's tokenizer where their file is configured, else of the model's own."""
     path = service_of(request).settings.tiktoken_file
     if path is None:
+        warn_of_ids(engine.id)
         return own_tokens(engine, SEND_TEXTS)
     return Tokens(cached_token_table(path).decode, f"{path.name} (QUARTET_TIKTOKEN_FILE)")
 
 
 cached_token_table = cache(read_token_table)
+
+
+@cache  # one line for each model
+def warn_of_ids(model: str) -> None:
+    log.warning("token ids are read as those of the model", model=model, advice=SEND_TEXTS)
 
 
 @router.get("/models", **openapi.dialect_page(OpenAIModelList, TAG))

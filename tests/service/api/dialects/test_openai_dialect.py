@@ -2,12 +2,14 @@
 
 import base64
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 import tiktoken
+from structlog.testing import capture_logs
 
-from service.api.dialects.openai_dialect import cached_token_table
+from service.api.dialects.openai_dialect import cached_token_table, warn_of_ids
 from service.core.token_table import SPECIAL_TOKENS
 from service.tasks.embedding import Embedding
 from tests.service.fakes import FakeEngine
@@ -74,3 +76,20 @@ async def test_texts_of_ids_are_limited(client_with, tmp_path):
         response = await client.post("/v1/embeddings", json={"input": [[0] * 4] * 2})
     assert 400 == response.status_code
     assert "1000 characters" in response.json()["error"]["message"]
+
+
+async def test_ids_of_the_models_own_tokenizer(client_with, engine):
+    """Without a table they are read as the model's own: the log has one warning, and larger ids name what to set."""
+    warn_of_ids.cache_clear()
+    own = SimpleNamespace(get_vocab_size=lambda: 100, decode=lambda ids, **_: "a")
+    engine.encoder = SimpleNamespace(tokenizer=own)
+    async with client_with() as client:
+        with capture_logs() as logs:
+            for _ in range(2):
+                await embedded(client, engine, [5, 6])
+        response = await client.post("/v1/embeddings", json={"input": [[70000]]})
+    [line] = [line for line in logs if "advice" in line]
+    message = response.json()["error"]["message"]
+    for part in ("check_embedding_ctx_length=False", "QUARTET_TIKTOKEN_FILE", "migrate_openai.md"):
+        assert part in message
+        assert part in line["advice"]
