@@ -160,7 +160,7 @@ class Settings(BaseSettings):
     max_batch_tokens: int | None = Field(
         None,
         ge=1,
-        description="tokens in one batch; unset, 1024 or fewer by the memory limit, or on a GPU 16384; lower it for"
+        description="tokens in one batch; unset, 768 or fewer by the memory limit, or on a GPU 16384; lower it for"
         " latency, raise it for a large GPU",
     )
     max_batch_size: int | None = Field(

@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 T = TypeVar("T")
 Matrix = NDArray[np.float64]
 
-SHAPES = ((1, 16), (1, 128), (8, 32), (1, 512), (8, 128))  # size, length; by number of tokens
+SHAPES = ((1, 16), (1, 128), (8, 32), (1, 512), (6, 128))  # size, length; by number of tokens
 MEMORY = 0.98  # factor on the weight of a batch for each later batch: about the last fifty count
 WARM_UP = 0.1  # weight of a warm-up sample relative to a new batch
 REFIT_EVERY = 8  # batches

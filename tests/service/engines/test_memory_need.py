@@ -82,11 +82,11 @@ def need_of(settings: Settings, *bundles: Path) -> int:
         # Two sessions, and two batches of 64 texts of 128 tokens.
         ({"threads": 2, "max_batch_tokens": 16384}, 200 + 2 * 320),
         ({"threads": 1, "max_batch_tokens": 16384}, 100 + 320),
-        ({"threads": 4, "replicas": 3}, 100 + 3 * 40),
-        ({"threads": 2}, 200 + 2 * 40),
+        ({"threads": 4, "replicas": 3}, 100 + 3 * 30),
+        ({"threads": 2}, 200 + 2 * 30),
         ({"threads": 2, "max_batch_tokens": 16384, "max_batch_size": 16}, 200 + 2 * 80),
         ({"threads": 2, "max_batch_tokens": 1}, 200 + 2 * 5),  # one text of 128 tokens
-        ({"threads": 2, "precision": "int8"}, 60 + 2 * 20),
+        ({"threads": 2, "precision": "int8"}, 60 + 2 * 15),
     ],
 )
 def test_the_need_is_the_sessions_and_the_largest_batches(fields, expected_mib, tmp_path):
@@ -99,14 +99,14 @@ def test_the_need_is_the_sessions_and_the_largest_batches(fields, expected_mib, 
 def test_each_process_counts(workers, expected, tmp_path):
     """The main process, each HTTP process and the inference process, or the only one."""
     settings = Settings(threads=1, http_workers=workers)
-    assert expected + 140 * MIB == need_of(settings, make_bundle(tmp_path / "a"))
+    assert expected + 130 * MIB == need_of(settings, make_bundle(tmp_path / "a"))
 
 
 def test_bundles_share_the_slots(tmp_path):
     """Each bundle has sessions of its own; the largest batch of any of them counts on every slot."""
     small = make_bundle(tmp_path / "b", fp32=INT8)
     need = need_of(Settings(threads=2), make_bundle(tmp_path / "a"), small)
-    assert PROCESSES + (130 + 2 * 40) * MIB == need  # one width: each has one thread
+    assert PROCESSES + (130 + 2 * 30) * MIB == need  # one width: each has one thread
 
 
 def test_an_unbatched_graph_runs_one_text(tmp_path):
@@ -118,10 +118,10 @@ def test_an_unbatched_graph_runs_one_text(tmp_path):
 @pytest.mark.parametrize(
     ("left_mib", "replicas", "tokens"),
     [
-        (200 + 80, 2, 1024),
-        (200 + 79, 2, 768),
+        (200 + 60, 2, 768),
+        (200 + 59, 2, 512),
         (200 + 20, 2, 256),
-        (200 + 19, 2, 1024),  # without the session for single texts
+        (200 + 19, 2, 768),  # without the session for single texts
         (100 + 20, 2, 256),
         (100 + 19, 1, 256),
     ],
@@ -157,7 +157,7 @@ def test_without_a_limit_no_setting_changes(tmp_path):
             {"max_batch_tokens": 16384},
             400,
             "may need 604 MiB (processes 184 MiB, sessions 100 MiB, 1 batches at once 320 MiB):"
-            " set precision int8, or set max_batch_tokens 1024 (now 16384),"
+            " set precision int8, or set max_batch_tokens 768 (now 16384),"
             " or raise the memory limit to 604 MiB",
         ),
         (

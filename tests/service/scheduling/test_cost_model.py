@@ -19,7 +19,7 @@ from service.scheduling.cost_model import (
 )
 
 CPU = Cost(per_run=2e-3, per_token=3e-5, per_slot=4e-9)
-SHAPES = [(1, 16), (1, 128), (8, 32), (1, 512), (8, 128)]
+SHAPES = [(1, 16), (1, 128), (8, 32), (1, 512), (6, 128)]
 seconds = st.floats(1e-5, 10)
 
 
