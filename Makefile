@@ -74,7 +74,7 @@ build/versions/%: FORCE
 	@$@/bin/pip install --quiet --disable-pip-version-check --requirement $@/serve.txt \
 	    filelock httpx hypothesis pytest pytest-asyncio pytest-timeout jsonschema
 	@OMP_NUM_THREADS=1 $@/bin/python -m pytest --quiet $(addprefix tests/service/,server middleware api) \
-	    --ignore tests/service/api/dialects --ignore tests/service/api/test_token_routes.py
+	    --ignore tests/service/api/dialects
 
 fuzz: $(VENV)/.test ## Send the service 10,000 generated requests over HTTP, and as many over gRPC (some minutes; REQUESTS=...)
 	@CONTRACT_REQUESTS=$(REQUESTS) $(RUN) -m pytest -s tests/e2e/test_contract.py tests/e2e/test_grpc_fuzz.py

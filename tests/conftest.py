@@ -123,9 +123,13 @@ def hash_module(module: Any) -> str:
 @pytest.fixture(scope="session")
 def tiny_checkpoint(built_once: "BuiltOnce") -> Path:
     """A joint checkpoint of two layers with random weights: five heads, of all four tasks."""
-    from tests.tiny import save_tiny
 
-    return built_once("checkpoints/tiny", save_tiny)
+    def build(path: Path) -> None:
+        from tests.tiny import save_tiny
+
+        save_tiny(path)
+
+    return built_once("checkpoints/tiny", build)
 
 
 @pytest.fixture(scope="session")

@@ -400,12 +400,12 @@ async def test_a_request_that_comes_as_its_connection_closes_is_answered(listen,
 async def test_data_that_begins_no_request_does_not_keep_a_connection(listen, monkeypatch):
     """A line break that comes as the connection is closed puts that off for a moment only."""
     monkeypatch.setattr(connection_module, "ARRIVAL_S", 0.05)
-    async with listen(idle_s=0.05) as server:
+    async with listen(idle_s=0.5) as server:
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as client:
             client.setblocking(False)
             await until(lambda: bool(server.state.connections))
             client.send(b"\r\n")
-            time.sleep(0.1)
+            time.sleep(0.6)
             async with asyncio.timeout(10):
                 assert b"" == await asyncio.get_running_loop().sock_recv(client, 4096)
 
