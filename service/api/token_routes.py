@@ -1,6 +1,6 @@
 """The routes of the tokenizer: texts to tokens, and back."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -60,11 +60,9 @@ def token_list(
     engine: Engine, item: Encoded, texts: tuple[str, str], unit: OffsetUnit
 ) -> list[dict[str, object]]:
     """Return the tokens of one input. texts: the text and its pair"""
-    (window,) = item.windows
     units = [decode.utf16_positions(text) if unit == "utf16" else None for text in texts]
     found: list[dict[str, object]] = []
-    columns = (window.input_ids.tolist(), window.offsets.tolist(), window.sequence.tolist())
-    for token, (start, end), sequence in zip(*columns, strict=True):
+    for token, (start, end), sequence in columns_of(item):
         own = units[sequence] if sequence >= 0 else None
         found.append(
             {
@@ -76,6 +74,13 @@ def token_list(
             }
         )
     return found
+
+
+def columns_of(item: Encoded) -> Iterator[tuple[int, tuple[int, int], int]]:
+    """Return the id of each token of an input, its offsets, and the index of its text: -1 for a special token."""
+    (window,) = item.windows
+    columns = (window.input_ids.tolist(), window.offsets.tolist(), window.sequence.tolist())
+    return zip(*columns, strict=True)
 
 
 @router.post("/detokenize", **openapi.tokens(DetokenizeRequest, DetokenizeResponse))

@@ -28,7 +28,7 @@ from service.api.dialects.common import (
 from service.api.engine_call import Call, engine_of, json_response, receive_call, service_of
 from service.api.native_routes import make_router
 from service.api.schemas import Request, numbered
-from service.api.token_routes import answer_tokens, join_tokens
+from service.api.token_routes import answer_tokens, columns_of, join_tokens
 from service.core.bundle import InputType, OutputDtype
 from service.core.decode import Vector
 from service.core.encode import Encoded
@@ -369,14 +369,7 @@ async def tokenize(request: HttpRequest) -> Response:
     call = await receive_call(request, CohereTokenizeRequest)
 
     def show(found: Sequence[Encoded]) -> object:
-        (window,) = found[0].windows
-        ids = [
-            token
-            for token, sequence in zip(
-                window.input_ids.tolist(), window.sequence.tolist(), strict=True
-            )
-            if sequence >= 0
-        ]
+        ids = [token for token, _, sequence in columns_of(found[0]) if sequence >= 0]
         names = [call.engine.encoder.tokenizer.id_to_token(one) for one in ids]
         return {"tokens": ids, "token_strings": names, "meta": VERSION_1}
 

@@ -30,7 +30,7 @@ from service.api.engine_call import Call, json_response, receive_call, service_o
 from service.api.native_routes import label, make_router, numbers
 from service.api.responses import Label
 from service.api.schemas import DetokenizeRequest, Request, numbered
-from service.api.token_routes import answer_tokens, join_tokens
+from service.api.token_routes import answer_tokens, columns_of, join_tokens
 from service.core.bundle import InputType
 from service.core.decode import LabelScore
 from service.core.encode import Encoded
@@ -416,28 +416,16 @@ async def tokenize(request: HttpRequest) -> Response:
 def token_list(
     engine: Engine, item: Encoded, text: str, with_special: bool
 ) -> list[dict[str, object]]:
-    (window,) = item.windows
     sizes = (len(letter.encode("utf-8", "surrogatepass")) for letter in text)
     places = [0, *itertools.accumulate(sizes)]  # bytes before each code point
     found: list[dict[str, object]] = []
-    columns = (window.input_ids.tolist(), window.offsets.tolist(), window.sequence.tolist())
-    for token, (start, end), sequence in zip(*columns, strict=True):
-        if sequence < 0:
-            if with_special:
-                name = engine.encoder.tokenizer.id_to_token(token)
-                found.append(
-                    {"id": token, "text": name, "special": True, "start": None, "stop": None}
-                )
-            continue
-        found.append(
-            {
-                "id": token,
-                "text": text[start:end],
-                "special": False,
-                "start": places[start],
-                "stop": places[end],
-            }
-        )
+    for token, (start, end), sequence in columns_of(item):
+        if sequence >= 0:
+            own = {"text": text[start:end], "special": False}
+            found.append({"id": token, **own, "start": places[start], "stop": places[end]})
+        elif with_special:
+            own = {"text": engine.encoder.tokenizer.id_to_token(token), "special": True}
+            found.append({"id": token, **own, "start": None, "stop": None})
     return found
 
 
