@@ -200,7 +200,7 @@ def test_every_family_is_a_case(model_type):
 
 
 @every_case
-def test_hidden_states(case: Case, tmp_path: Path) -> None:
+def test_hidden_states(case, tmp_path):
     """All hidden states equal transformers', for every batch, and are the same packed and alone."""
     peer = perturb(transformers.AutoModel.from_config(case.config()))
     peer.save_pretrained(tmp_path)
@@ -219,7 +219,7 @@ def test_hidden_states(case: Case, tmp_path: Path) -> None:
 
 
 @every_case
-def test_attention_weights(case: Case, tmp_path: Path) -> None:
+def test_attention_weights(case, tmp_path):
     """The weights of every layer and head equal transformers' weights."""
     peer = transformers.AutoModel.from_config(case.config(), attn_implementation="eager")
     perturb(peer).save_pretrained(tmp_path)
@@ -237,7 +237,7 @@ def test_attention_weights(case: Case, tmp_path: Path) -> None:
 
 @every_case
 @pytest.mark.parametrize("task", TASKS)
-def test_heads(case: Case, task: str, tmp_path: Path) -> None:
+def test_heads(case, task, tmp_path):
     """The logits of every head equal transformers' logits, and a round trip does not change the files."""
     if (case.model_type, task) in NOT_THERE:
         pytest.skip(f"transformers has no {task} head for {case.model_type}")
@@ -325,7 +325,7 @@ def test_modernbert_may_tell_two_texts_apart(tmp_path):
 
 
 @every_case
-def test_masked_language_model(case: Case, tmp_path: Path) -> None:
+def test_masked_language_model(case, tmp_path):
     """It is read with what it was pretrained with, gives those logits, and is read by transformers again."""
     peer = perturb(transformers.AutoModelForMaskedLM.from_config(case.config()))
     peer.save_pretrained(tmp_path / "theirs")
@@ -485,7 +485,7 @@ def test_what_electra_shares(tmp_path):
 
 
 @every_case
-def test_a_head_begins_with_the_pooler(case: Case, tmp_path: Path) -> None:
+def test_a_head_begins_with_the_pooler(case, tmp_path):
     """The pooler is part of the head if the family has one, under any name."""
     peer = perturb(transformers.AutoModel.from_config(case.config()))
     peer.save_pretrained(tmp_path)
@@ -503,7 +503,7 @@ def test_a_head_begins_with_the_pooler(case: Case, tmp_path: Path) -> None:
 
 
 @every_case
-def test_config(case: Case) -> None:
+def test_config(case):
     """What is written is what transformers would have written, where we have a word for it."""
     config = family_config(case)
     theirs_ = case.config().to_dict()
@@ -592,7 +592,7 @@ OUTPUTS = ("classification", "fill-mask")
 
 @every_family
 @pytest.mark.parametrize("layout", ["packed", "portable"])
-def test_graphs_are_pytorch(exported: Exported, layout: str) -> None:
+def test_graphs_are_pytorch(exported, layout):
     """The fp32 graphs give PyTorch's logits, of texts and of mask tokens, for texts of all lengths together."""
     packed = exported.batch(MIXED)
     expected = exported.outputs(packed)
@@ -603,7 +603,7 @@ def test_graphs_are_pytorch(exported: Exported, layout: str) -> None:
 
 
 @every_family
-def test_half(exported: Exported, model_type: str) -> None:
+def test_half(exported, model_type):
     """CUDA's graph, evaluated node by node, gives PyTorch's logits but for rounding, and states its attention bias.
 
     Norms after a sum are in fp16, but for families whose layers normalize first. Graphs for a CPU have no such norm.
@@ -684,9 +684,7 @@ def scores(folder: Path, texts: list[Any]) -> list[dict[str, float]]:
 
 @every_family
 @pytest.mark.e2e
-def test_answers_are_those_of_transformers(
-    server: Server, exported: Exported, model_type: str
-) -> None:
+def test_answers_are_those_of_transformers(server, exported, model_type):
     """The scores of every label, of texts and of pairs, to 1e-4."""
     expected = scores(exported.folder / "classifier", [*TEXTS, *PAIRS])
     asked = {"model": model_type, "top_k": None}
@@ -709,7 +707,7 @@ FOLDED = 8192  # numbers; the tracer itself widens smaller fp16 weights
 
 
 @every_family
-def test_vocabulary_matrix_is_stored_once(exported: Exported) -> None:
+def test_vocabulary_matrix_is_stored_once(exported):
     """Each graph's output matrix is its embedding table."""
     rows = exported.bundle.manifest.vocabulary.size
     for record in exported.bundle.manifest.graphs:
@@ -722,9 +720,7 @@ def test_vocabulary_matrix_is_stored_once(exported: Exported) -> None:
 
 @every_family
 @pytest.mark.e2e
-def test_filled_masks_are_those_of_transformers(
-    server: Server, exported: Exported, model_type: str
-) -> None:
+def test_filled_masks_are_those_of_transformers(server, exported, model_type):
     """Tokens, texts and scores equal the results of transformers' pipeline, the scores to 1e-4; also for targets."""
     pipeline = transformers.pipeline("fill-mask", model=str(exported.folder / "masked"), device=-1)
     texts = [text.format(mask=pipeline.tokenizer.mask_token) for text in MASKED]

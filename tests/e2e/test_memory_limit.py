@@ -18,7 +18,7 @@ import pytest
 from service.memory_limit import MemoryLimit, read_kills
 from service.settings import cgroup_directories
 from tests import samples
-from tests.e2e.conftest import Server, serving, start
+from tests.e2e.conftest import serving, start
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -87,7 +87,7 @@ def test_a_flood_of_large_batches_stays_within_the_limit(mini_bundle, cgroup, co
     texts = [samples.text(1 + number % 230, seed=number) for number in range(4600)]
     end = time.monotonic() + FLOOD_S
 
-    def send(server: Server, seed: int) -> set[int]:
+    def send(server, seed):
         rng = random.Random(seed)
         statuses = set()
         while time.monotonic() < end:

@@ -170,7 +170,7 @@ def test_documentation_page_sends_a_request(browser, server_url, prefix):
     page = browser.new_page()
     requested, complaints = watch(page)
 
-    def forward(route: Any) -> None:
+    def forward(route):
         path = urlsplit(route.request.url).path.removeprefix(prefix)
         route.fulfill(response=route.fetch(url=server_url + path))
 
@@ -293,7 +293,7 @@ def test_the_mask_token_is_that_of_the_model(browser, masked_url):
     """Examples are written with the mask token that the service reports, and a text follows a change of it."""
     page = browser.new_page()
 
-    def rename(route: Any) -> None:
+    def rename(route):
         body = route.fetch().json()
         body["models"][0]["heads"]["masks"]["mask_token"] = "<mask>"
         route.fulfill(json=body)

@@ -62,7 +62,7 @@ def save_ours(source: Source, task: str, folder: Path) -> str:
 
 @every_family
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
-def test_bi_encoders(model_type: str, pooling: str, tmp_path: Path) -> None:
+def test_bi_encoders(model_type, pooling, tmp_path):
     """Vectors equal the vectors of `encode`, also after our checkpoint is read by sentence-transformers."""
     reference = hub.save_sentence_transformer(model_type, tmp_path / "theirs", pooling)
     source = read_source(tmp_path / "theirs")
@@ -93,7 +93,7 @@ def test_a_requested_pooling(tmp_path):
 
 @every_family
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_cross_encoders(model_type: str, activation: str, tmp_path: Path) -> None:
+def test_cross_encoders(model_type, activation, tmp_path):
     """Scores equal the scores of `predict`, for long pairs and for the checkpoint that we write."""
     folder = tmp_path / "theirs"
     reference = hub.save_cross_encoder(model_type, folder, ACTIVATIONS[activation])

@@ -82,7 +82,7 @@ def write_json(path: Path, document: Any) -> None:
 
 
 @torch.no_grad()
-def test_a_bare_encoder(tokenizer: Path, tmp_path: Path) -> None:
+def test_a_bare_encoder(tokenizer, tmp_path):
     """An encoder without a head becomes a graph with the means of transformers' hidden states."""
     peer = peer_of("BertModel", tokenizer)
     source = read_source(save(tmp_path, peer, tokenizer))

@@ -343,7 +343,7 @@ class TestPooling:
             assert bundle.cosine(found[name], expected) > 0.9999, name
 
 
-def test_large_weights_outside_the_graph(tmp_path: Path) -> None:
+def test_large_weights_outside_the_graph(tmp_path):
     """The graph has their places, from which passes read them."""
     arrays = {"large": np.random.rand(200, 100), "small": np.arange(3)}
     tensors = [numpy_helper.from_array(array, name) for name, array in arrays.items()]

@@ -49,7 +49,7 @@ def test_one_field(family, folders, data):
     read_or_refuse(folders[family], document)
 
 
-def test_dropout_rates() -> None:
+def test_dropout_rates():
     """A rate that torch refuses is refused by its name, in every family."""
     path, names = Path("config.json"), [name for name in KINDS if "drop" in name]
     assert {"attention_probs_dropout_prob", "classifier_dropout", "attn_pdrop"} < {*names}

@@ -252,7 +252,7 @@ def cases(handling: Handling, values: Mapping[str, Any]) -> Any:
 
 
 @cases(Handling.HONORED, HONORED)
-def test_honored(family: str, name: str, value: Any, tmp_path: Path) -> None:
+def test_honored(family, name, value, tmp_path):
     """A honored setting gives transformers' logits, whatever its value."""
     if (family, name) == ("modernbert", "type_vocab_size"):
         pytest.skip("Quartet's own")
@@ -273,7 +273,7 @@ def test_honored(family: str, name: str, value: Any, tmp_path: Path) -> None:
 
 
 @cases(Handling.NO_EFFECT, HARMLESS)
-def test_no_effect(family: str, name: str, value: Any, tmp_path: Path) -> None:
+def test_no_effect(family, name, value, tmp_path):
     """A setting without effect gives transformers' logits, and the same as without it."""
     folder = save(tmp_path, family)
     expected = assert_same_logits(folder, family)

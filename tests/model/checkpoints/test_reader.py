@@ -49,7 +49,7 @@ class TestWhatTransformersSaves:
         [(transformers.BertForPreTraining, True), (transformers.BertForMaskedLM, False)],
     )
     @torch.no_grad()
-    def test_pretraining(self, kind: Any, next_sentence: bool, tmp_path: Path) -> None:
+    def test_pretraining(self, kind, next_sentence, tmp_path):
         """We read transformers' pretraining models, with and without next sentences."""
         peer = perturb(kind(transformers.BertConfig(**shape().to_dict())))
         peer.save_pretrained(tmp_path)
@@ -295,7 +295,7 @@ class TestFillMask:
 
     @pytest.mark.parametrize("kind", ["BertForMaskedLM", "BertForPreTraining"])
     @torch.no_grad()
-    def test_logits_at_positions(self, folder: Path, kind: str) -> None:
+    def test_logits_at_positions(self, folder, kind):
         """Logits at given positions equal the masked language model's, also for one with another objective."""
         edit_config(folder, architectures=[kind])
         rows = reader.read_config(folder).vocab_size
@@ -388,9 +388,7 @@ class TestFillMask:
         ("albert", "embedding_size", 10**7),
     ],
 )
-def test_numbers_that_the_weights_cannot_have(
-    family: str, field: str, number: int, tmp_path: Path
-) -> None:
+def test_numbers_that_the_weights_cannot_have(family, field, number, tmp_path):
     """A model that is larger than its weight files is refused, by its field, before it takes memory."""
     own = preset("tiny", family_named(family).config, vocab_size=100).to_dict()
     document = {**own, "architectures": [], field: number}
@@ -402,7 +400,7 @@ def test_numbers_that_the_weights_cannot_have(
         reader.load_encoder(tmp_path)
 
 
-def test_layers_and_labels_that_the_files_cannot_have(tmp_path: Path) -> None:
+def test_layers_and_labels_that_the_files_cannot_have(tmp_path):
     """Numbers of a dense layer, and of labels without names, are refused as early."""
     save_file({"linear.weight": torch.zeros(4, 4)}, tmp_path / "model.safetensors")
     layer = {"in_features": 4, "out_features": 10**8, "activation_function": "torch.nn.Tanh"}

@@ -4,7 +4,6 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -61,14 +60,14 @@ def kl(ours: Tensor, theirs: Tensor, temperature: float) -> Tensor:
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 class TestAnswers:
-    def test_of_texts(self, temperature: float) -> None:
+    def test_of_texts(self, temperature):
         """KL of the softmax, the mean over texts."""
         ours, theirs = logits(4, 3), logits(4, 3, seed=1)
         found = distillation.logits_loss(CLASSES, ours, theirs, Batch([], []), temperature)
         torch.testing.assert_close(found.value, kl(ours, theirs, temperature) / 4, **CLOSE)
         assert found.uniform == math.log(3)
 
-    def test_of_several_labels(self, temperature: float) -> None:
+    def test_of_several_labels(self, temperature):
         """KL of each label's two probabilities, the mean over texts and labels."""
         ours, theirs = logits(4, 3), logits(4, 3, seed=1)
         found = distillation.logits_loss(SEVERAL, ours, theirs, Batch([], []), temperature)
@@ -76,7 +75,7 @@ class TestAnswers:
         terms = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
         torch.testing.assert_close(found.value, terms.mean() * temperature**2, rtol=1e-4, atol=1e-5)
 
-    def test_of_one_label(self, temperature: float) -> None:
+    def test_of_one_label(self, temperature):
         """A softmax over one label is always 1, so a head with one label uses its sigmoid."""
         head = CLASSES.model_copy(update={"labels": ("relevant",)})
         found = distillation.logits_loss(
@@ -84,13 +83,13 @@ class TestAnswers:
         )
         assert found.value > 0.1
 
-    def test_of_numbers(self, temperature: float) -> None:
+    def test_of_numbers(self, temperature):
         """Squared error, at any temperature."""
         ours, theirs = logits(4, 1), logits(4, 1, seed=1)
         found = distillation.logits_loss(GRADED, ours, theirs, Batch([], []), temperature)
         torch.testing.assert_close(found.value, ((ours - theirs) ** 2).mean())
 
-    def test_of_tokens(self, temperature: float) -> None:
+    def test_of_tokens(self, temperature):
         """The mean over the tokens of the text; special tokens are asked about nowhere."""
         ours, theirs = logits(7, 3), logits(7, 3, seed=1)
         labels = [
@@ -103,7 +102,7 @@ class TestAnswers:
             found.value, kl(ours[text], theirs[text], temperature) / 3, **CLOSE
         )
 
-    def test_of_spans(self, small_tokenizer: Any, temperature: float) -> None:
+    def test_of_spans(self, small_tokenizer, temperature):
         """Start and end each by a softmax over where an answer may begin or end, in each window by itself."""
         encoder = Encoder(small_tokenizer, 64)
         contexts = ["Ada drew a comet in Turin.", "Grace sold every river at dawn, twice."]
@@ -125,7 +124,7 @@ class TestAnswers:
         assert ours.grad.any()
 
 
-def test_equal_answers_cost_nothing() -> None:
+def test_equal_answers_cost_nothing():
     """And unequal ones do, so that it is no wonder."""
     for head, size in ((CLASSES, (4, 3)), (SEVERAL, (4, 3)), (GRADED, (4, 1))):
         same = distillation.logits_loss(head, logits(*size), logits(*size), Batch([], []), 2.0)
@@ -161,7 +160,7 @@ def relations_by_hand(
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("num_heads", [1, 4])
-def test_relations_are_as_defined(lengths: list[int], num_heads: int) -> None:
+def test_relations_are_as_defined(lengths, num_heads):
     """Of widths that differ, in batches of any lengths; and their gradient is finite."""
     total = sum(lengths)
     ours, theirs = logits(total, 3 * 8) / 3, logits(total, 3 * 16, seed=1) / 3
@@ -176,7 +175,7 @@ def test_relations_are_as_defined(lengths: list[int], num_heads: int) -> None:
     torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-5)
 
 
-def test_vectors() -> None:
+def test_vectors():
     """1 - cosine, or the mean of squares."""
     ours, theirs = logits(4, 8), logits(4, 8, seed=1)
     cosines = (F.normalize(ours, dim=1) * F.normalize(theirs, dim=1)).sum(dim=1)
@@ -188,7 +187,7 @@ def test_vectors() -> None:
     )
 
 
-def test_similarities_of_a_batch() -> None:
+def test_similarities_of_a_batch():
     """The squared error of the cosines of any two vectors, whatever their width; of one vector there is none."""
     ours, theirs = logits(4, 8), logits(4, 12, seed=1)
     differences = [
@@ -211,7 +210,7 @@ def teacher(tokenizer_file: Path, **heads: Head) -> Teacher:
     return Teacher("some teacher", model, load_tokenizer(tokenizer_file))
 
 
-def test_the_head_that_answers(tokenizer_file: Path) -> None:
+def test_the_head_that_answers(tokenizer_file):
     """That of the same name; else the only one with the same labels."""
     asked = teacher(tokenizer_file, mood=CLASSES, tone=CLASSES, tags=TAGS)
     assert distillation.match_teacher_head(asked, "tone", CLASSES).head == "tone"
@@ -220,7 +219,7 @@ def test_the_head_that_answers(tokenizer_file: Path) -> None:
     assert distillation.match_teacher_head(asked, "answers", SPANS) is None
 
 
-def test_labels_in_another_order(tokenizer_file: Path) -> None:
+def test_labels_in_another_order(tokenizer_file):
     """Are looked up by their names."""
     turned = CLASSES.model_copy(update={"labels": ("c", "a", "b")})
     answers = distillation.match_teacher_head(
@@ -229,7 +228,7 @@ def test_labels_in_another_order(tokenizer_file: Path) -> None:
     assert answers == TeacherHead(answers.teacher, "classification", (2, 0, 1))
 
 
-def test_another_head_of_the_same_name(tokenizer_file: Path) -> None:
+def test_another_head_of_the_same_name(tokenizer_file):
     """Is refused, with what each of them is."""
     other = CLASSES.model_copy(update={"labels": ("a", "b")})
     with pytest.raises(
@@ -241,7 +240,7 @@ def test_another_head_of_the_same_name(tokenizer_file: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_heads_of_every_task_are_kept(family: str, tokenizer_file: Path) -> None:
+def test_heads_of_every_task_are_kept(family, tokenizer_file):
     """In every family, whatever its heads are made of."""
     known = FAMILIES[family]
     fields = {
@@ -262,7 +261,7 @@ def test_heads_of_every_task_are_kept(family: str, tokenizer_file: Path) -> None
             torch.testing.assert_close(tensor, theirs.heads[name].state_dict()[key], rtol=0, atol=0)
 
 
-def test_any_teacher_has_vectors(tokenizer_file: Path) -> None:
+def test_any_teacher_has_vectors(tokenizer_file):
     """Its hidden states, pooled as ours are."""
     asked = teacher(tokenizer_file, mood=CLASSES)
     answers = distillation.match_teacher_head(asked, "vectors", VECTORS)
@@ -274,7 +273,7 @@ def test_any_teacher_has_vectors(tokenizer_file: Path) -> None:
     )
 
 
-def test_in_what_tokenizers_differ(tokenizer_file: Path, documents: list[list[str]]) -> None:
+def test_in_what_tokenizers_differ(tokenizer_file, documents):
     """Vocabulary, normalization, word splitting, special tokens; or no difference."""
     texts = [text for document in documents for text in document]
     ours = load_tokenizer(tokenizer_file)
@@ -319,7 +318,7 @@ def _file(tokenizer_file: Path) -> None:
     FILE[:] = [tokenizer_file]
 
 
-def test_a_lesson_replaces_words_before_both_read_them(tokenizer_file: Path) -> None:
+def test_a_lesson_replaces_words_before_both_read_them(tokenizer_file):
     """The rate is that of the progress, and a lesson without a teacher's neighbors gives the texts as they are."""
     answers = distillation.match_teacher_head(
         teacher(tokenizer_file, mood=CLASSES), "mood", CLASSES
@@ -338,7 +337,7 @@ def test_a_lesson_replaces_words_before_both_read_them(tokenizer_file: Path) -> 
         assert (ids == [window.input_ids.tolist() for window in plain]) == same
 
 
-def test_from_the_teacher_to_the_labels(tokenizer_file: Path) -> None:
+def test_from_the_teacher_to_the_labels(tokenizer_file):
     """The weight of the labels rises from 0 to 1, and the weight of the teacher falls (BAM)."""
     answers = distillation.match_teacher_head(
         teacher(tokenizer_file, mood=CLASSES), "mood", CLASSES
@@ -360,7 +359,7 @@ def test_from_the_teacher_to_the_labels(tokenizer_file: Path) -> None:
         assert (parts["mood"][0], parts["mood/logits"][0]) == expected
 
 
-def test_labels_alone_are_not_annealed(tokenizer_file: Path) -> None:
+def test_labels_alone_are_not_annealed(tokenizer_file):
     """A head without a teacher, next to heads with a teacher."""
     student = EncoderWithHeads(shape(vocab_size=200), {"mood": CLASSES}).eval()
     taught, drawn = lesson(None)
@@ -370,7 +369,7 @@ def test_labels_alone_are_not_annealed(tokenizer_file: Path) -> None:
     } == {"mood": 1.0}
 
 
-def test_sparse_weights_are_regularized_by_progress() -> None:
+def test_sparse_weights_are_regularized_by_progress():
     """The regularizer is a loss of its own, whose weight rises with the progress; it counts by the labels' weight."""
     settings = head_rows.HeadSettings(task="sparse-embedding", train=[], flops=0.5, flops_ramp=0.5)
     head = tasks.describe(settings, [], hidden_size=32, vocab_size=200)
@@ -393,7 +392,7 @@ def test_sparse_weights_are_regularized_by_progress() -> None:
     torch.testing.assert_close(parts["weights/cosent/flops"][1].value, expected)
 
 
-def test_columns_are_compared_by_their_labels(tokenizer_file: Path) -> None:
+def test_columns_are_compared_by_their_labels(tokenizer_file):
     """A student that answers with the same labels in another order has nothing to learn."""
     asked = teacher(tokenizer_file, mood=CLASSES)
     turned = CLASSES.model_copy(update={"labels": ("c", "a", "b")})
@@ -416,7 +415,7 @@ def test_columns_are_compared_by_their_labels(tokenizer_file: Path) -> None:
     assert loss.value > 1e-5
 
 
-def test_hidden_states_are_those_of_the_layers(tokenizer_file: Path) -> None:
+def test_hidden_states_are_those_of_the_layers(tokenizer_file):
     """The mean of squares between each pair, through a map of its own where widths differ."""
     asked = teacher(tokenizer_file)
     narrow = EncoderWithHeads(shape(vocab_size=200, hidden_size=16), {"mood": CLASSES}).eval()
@@ -436,7 +435,7 @@ def test_hidden_states_are_those_of_the_layers(tokenizer_file: Path) -> None:
     torch.testing.assert_close(loss.value, torch.stack(errors).mean())
 
 
-def test_relations_are_those_of_the_layer(tokenizer_file: Path) -> None:
+def test_relations_are_those_of_the_layer(tokenizer_file):
     """The last layer of the student and the selected layer of the teacher, for a packed batch."""
     asked = teacher(tokenizer_file)
     student = EncoderWithHeads(shape(vocab_size=200, hidden_size=16), {"mood": CLASSES}).eval()
@@ -457,7 +456,7 @@ def test_relations_are_those_of_the_layer(tokenizer_file: Path) -> None:
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_every_family_shows_its_projections(model_type: str, tokenizer_file: Path) -> None:
+def test_every_family_shows_its_projections(model_type, tokenizer_file):
     """One projection of each layer, in order, for each forward pass; afterwards no hook is left."""
     family = FAMILIES[model_type]
     fields = {
@@ -476,7 +475,7 @@ def test_every_family_shows_its_projections(model_type: str, tokenizer_file: Pat
     assert distillation.run_batch(model, drawn.encodings, []).qkv == []
 
 
-def test_a_bare_encoder_is_a_teacher(tokenizer_file: Path, tmp_path: Path) -> None:
+def test_a_bare_encoder_is_a_teacher(tokenizer_file, tmp_path):
     """And so is one with what it was pretrained with: it has no heads that are ours."""
     for folder, save, model in (
         ("encoder", writer.save_encoder, Bert(shape(vocab_size=200))),
@@ -493,7 +492,7 @@ def test_a_bare_encoder_is_a_teacher(tokenizer_file: Path, tmp_path: Path) -> No
         )  # so that vectors are made of its states as the student's are
 
 
-def test_a_teacher_that_cannot_be_read_is_refused(tokenizer_file: Path, tmp_path: Path) -> None:
+def test_a_teacher_that_cannot_be_read_is_refused(tokenizer_file, tmp_path):
     """It is not taken for a bare encoder because its heads are broken."""
     writer.save_encoder(tmp_path, Bert(shape(vocab_size=200)), tokenizer_file)
     (tmp_path / "heads.json").write_text("{")
@@ -501,7 +500,7 @@ def test_a_teacher_that_cannot_be_read_is_refused(tokenizer_file: Path, tmp_path
         distillation.load(str(tmp_path), torch.device("cpu"))
 
 
-def test_a_teacher_with_a_default_prompt(tmp_path: Path) -> None:
+def test_a_teacher_with_a_default_prompt(tmp_path):
     """It would read the student's tokens without its prompt, so it is refused."""
     hub.save_sentence_transformer("bert", tmp_path / "teacher", num_hidden_layers=1)
     path = tmp_path / "teacher/config_sentence_transformers.json"

@@ -467,9 +467,7 @@ each_task = pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
 
 
 @each_task
-async def test_reported_and_returned_results_are_equal(
-    task: Callable[..., EngineTask[Any]], tiny: Engine
-) -> None:
+async def test_reported_and_returned_results_are_equal(task, tiny):
     """The callback gets the same results as the caller gets at the end."""
     told = {}
     work = task([*SHORT, LONG])
@@ -689,9 +687,7 @@ def sparing() -> Ticket:
 
 @each_task
 @pytest.mark.parametrize("in_lines", [False, True], ids=["whole", "lines"])
-async def test_texts_that_are_too_long_have_no_result(
-    task: Callable[..., EngineTask[Any]], in_lines: bool, tiny: Engine
-) -> None:
+async def test_texts_that_are_too_long_have_no_result(task, in_lines, tiny):
     """The others are answered as if they were not there, and counted alone."""
     good = await tiny.answer(task(SHORT, truncate=False), ticket())
     texts = [LONG, SHORT[0], SHORT[1], LONG, LONG, SHORT[2], LONG]
@@ -709,7 +705,7 @@ async def test_texts_that_are_too_long_have_no_result(
 
 
 @each_task
-async def test_nothing_but_bad_texts(task: Callable[..., EngineTask[Any]], tiny: Engine) -> None:
+async def test_nothing_but_bad_texts(task, tiny):
     """Without a good text, no batch runs, and the request succeeds."""
     reply = await tiny.answer(task([LONG] * 2, truncate=False), sparing())
     assert [None, None] == reply.results

@@ -341,7 +341,7 @@ FOREIGN = [
 
 
 @pytest.mark.parametrize("path", ["/embed", "/health/live", "/metrics", "/", "/tei/embed"])
-async def test_pages_of_other_names_are_refused(client_with: Connect, path: str) -> None:
+async def test_pages_of_other_names_are_refused(client_with, path):
     """Without keys on a loopback address, a browser must not reach the service under the name of a page."""
     async with client_with() as client:
         for host in FOREIGN:
@@ -356,14 +356,14 @@ async def test_pages_of_other_names_are_refused(client_with: Connect, path: str)
 @pytest.mark.parametrize(
     "settings", [{"host": "0.0.0.0"}, {"keys": KEYS}, {"uds": "q.sock"}, {"allowed_hosts": ["*"]}]
 )
-async def test_other_services_have_any_name(client_with: Connect, settings: Any) -> None:
+async def test_other_services_have_any_name(client_with, settings):
     """With keys, on other addresses and behind a proxy's socket, the service may have a public name."""
     async with client_with(**settings) as client:
         assert (await client.get("/health/live", headers={"Host": "a.org"})).status_code == 200
 
 
 @pytest.mark.parametrize("settings", [{}, {"host": "0.0.0.0"}, {"keys": KEYS}])
-async def test_listed_names_are_allowed(client_with: Connect, settings: Any) -> None:
+async def test_listed_names_are_allowed(client_with, settings):
     """A list holds at every address, and with keys."""
     async with client_with(**settings, allowed_hosts="A.org, *.b.org") as client:
         for host, status in [
