@@ -92,7 +92,8 @@ def _open(path: Path, newline: str | None = None) -> Any:
         if first.startswith(start):
             raise DataError(f"{path} is no text but {description}")
     encoding = _marked_encoding(first)
-    if encoding == "utf-8-sig" and b"\0" in first:
+    # Every second byte of Latin text is 0 in UTF-16.
+    if encoding == "utf-8-sig" and len(first) >= 4 and not (any(first[::2]) and any(first[1::2])):
         raise DataError(
             f"{path}: UTF-16 or UTF-32 without a byte order mark: save the file as UTF-8"
         )

@@ -41,6 +41,11 @@ def test_without_a_byte_order_mark(tmp_path, encoding):
         read_text(tmp_path / "a.txt")
 
 
+def test_a_text_with_a_null_character(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"a\0b\n")
+    assert "a\0b\n" == read_text(tmp_path / "a.txt")
+
+
 def test_a_damaged_utf_16_file(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xff\xfea")
     with pytest.raises(DataError, match=r"a\.txt: begins as UTF-16 and is none"):
