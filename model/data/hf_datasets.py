@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from model.data import conll
 from service.core.data_files import columns, sources
 from service.core.data_files.columns import Needs
 from service.core.data_files.text_files import DataError
@@ -69,10 +70,15 @@ def _rows(
     found = _columns(name, needs, loaded.features, query)
     read = {ours: _reader(loaded.features[theirs], numbers) for ours, theirs in found.items()}
     unlabelled = (UNLABELLED,) if numbers else (UNLABELLED, -1)
+    left_out = 0
     for index, row in enumerate(loaded.select_columns(sorted({*found.values()}))):
         fields = {ours: read[ours](row[theirs]) for ours, theirs in found.items()}
         if fields.get("label") not in unlabelled:
             yield f"{name}: row {index}", fields
+        else:
+            left_out += 1
+    if left_out:
+        conll.log(f"{name}: rows left out because they have no label: {left_out:,}")
 
 
 def _in_one_line(error: Exception) -> str:

@@ -52,12 +52,13 @@ def test_texts_have_the_names_of_their_classes(tmp_path):
     ]
 
 
-def test_labels_without_names_may_be_none_too(tmp_path):
-    """-1 is no class, but it is a number."""
+def test_labels_without_names_may_be_none_too(tmp_path, caplog):
+    """-1 is no class, but it is a number. Rows without a label are counted in the log."""
     columns = {"text": STRING, "label": Value("int64")}
     given = [{"text": text, "label": label} for text, label in (("a", 1), ("b", -1), ("c", 0))]
     name = f"hub:{parquet(tmp_path / 'set', columns, *given)}/train"
     assert [row.labels for row in labelled_rows.read(name, "classification")] == [("1",), ("0",)]
+    assert [f"{name}: rows left out because they have no label: 1"] == caplog.messages
     found = labelled_rows.read(name, "classification", "regression")
     assert [row.score for row in found] == [1.0, -1.0, 0.0]
 
