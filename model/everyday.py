@@ -78,7 +78,7 @@ def plain_sentences(files: Sequence[Path], count: int, rng: random.Random) -> li
 def opinion_words(table: dict[str, list[str]], lists: dict[str, list[str]]) -> set[str]:
     """Return the words that only templates of praise or blame have."""
     sides = [*table["positive"], *table["negative"], *lists["good"], *lists["bad"]]
-    plain = [*table["neutral"], *lists["plain"], *lists["item"]]
+    plain = [*table["plain"], *lists["plain"], *lists["item"]]
     found = [SLOT.sub("", " ".join(texts)).lower() for texts in (sides, plain)]
     return {*WORD.findall(found[0])} - {*WORD.findall(found[1])}
 
@@ -88,12 +88,12 @@ def sentiment_rows(
 ) -> Iterator[Row]:
     """Yield texts with their labels: templates, emoji alone and behind them, and plain text as neutral."""
     table, lists = templates["sentiment"], templates["lists"]
-    for label in ("negative", "neutral", "positive"):
+    for label in ("negative", "plain", "positive"):
         signs = table[f"{label}_emoji"]
         for row in filled(table[label], lists, count, rng):
             sign = " " * rng.randint(0, 1) + rng.choice(signs) if rng.random() < 0.15 else ""
             yield {"text": row["text"] + sign, "label": label}
-        short = [row["text"] for row in filled(table["neutral"], lists, 4 * len(signs), rng)]
+        short = [row["text"] for row in filled(table["plain"], lists, 4 * len(signs), rng)]
         for number, text in enumerate(short):
             sign = signs[number % len(signs)]
             chosen = rng.choice((sign, sign * rng.randint(1, 3), f"{text} {sign}"))
@@ -101,16 +101,14 @@ def sentiment_rows(
     opinions = opinion_words(table, lists)
     for text in plain:
         if not opinions & {*WORD.findall(text.lower())}:
-            yield {"text": text, "label": "neutral"}
+            yield {"text": text, "label": "plain"}
 
 
 def entity_rows(templates: Row, plain: Sequence[str], count: int, rng: random.Random) -> list[Row]:
     """Return texts with the spans of their entities, and as many without an entity."""
     table, lists = templates["entities"], templates["lists"]
     rows = filled(table["rows"], lists, count, rng) + filled(table["none"], lists, count // 2, rng)
-    neutral = [
-        t for t in templates["sentiment"]["neutral"] if not KINDS.keys() & {*SLOT.findall(t)}
-    ]
+    neutral = [t for t in templates["sentiment"]["plain"] if not KINDS.keys() & {*SLOT.findall(t)}]
     rows += filled(neutral, lists, count // 2, rng)
     return rows + [{"text": text, "entities": []} for text in plain]
 
