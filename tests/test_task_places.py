@@ -24,7 +24,7 @@ SERVICE = {
 }
 EVERY_TASK = {"core.bundle"}
 SEVERAL_TASKS = {
-    "predict",
+    *("bulk.output_files", "bulk.predictor", "bulk.rows"),
     "tasks.analysis",
     "api.native_routes",
     "core.data_files.columns",
@@ -34,18 +34,18 @@ DIALECTS = "api.dialects."
 ELSEWHERE = {
     "late-interaction": {
         *("model.heads", "model.checkpoints.reader", "model.checkpoints.source"),
-        *("model.checkpoints.bge_heads", "model.checkpoints.writer", "model.data.examples"),
+        *("model.checkpoints.bge_heads", "model.checkpoints.writer", "model.data.head_rows"),
         *("export.model_card", "export.external.onnx_source"),
     },
     "fill-mask": {
-        *("model.heads", "model.families.spec", "model.checkpoints.reader"),
+        *("model.config", "model.heads", "model.families.spec", "model.checkpoints.reader"),
         *("model.checkpoints.sentence_config", "model.checkpoints.writer"),
         "export.external.onnx_source",
     },
     "sparse-embedding": {
         *("model.heads", "model.families.spec", "model.checkpoints.reader"),
         *("model.checkpoints.source", "model.checkpoints.bge_heads"),
-        *("model.data.examples", "model.evaluate", "model.dev_report"),
+        *("model.data.examples", "model.data.head_rows", "model.evaluate", "model.dev_report"),
     },
 }
 
