@@ -2,8 +2,10 @@
 
 import os
 import random
+import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -15,7 +17,8 @@ grpc = pytest.importorskip("grpc")
 from google.protobuf.descriptor import FieldDescriptor  # noqa: E402
 
 from service.api.dialects import open_inference_pb2 as messages  # noqa: E402
-from service.api.dialects.inference_grpc import RPCS, SERVICE  # noqa: E402
+from service.api.dialects.inference_grpc import SERVICE  # noqa: E402
+from service.api.dialects.standard_grpc import SERVICES  # noqa: E402
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -47,7 +50,7 @@ VALID = {
     "outputs": [{"name": "topics"}, {"name": "embeddings"}],
 }
 REFUSED = {"INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED", "PERMISSION_DENIED"}
-REFUSED |= {"FAILED_PRECONDITION", "DEADLINE_EXCEEDED", "CANCELLED"}
+REFUSED |= {"FAILED_PRECONDITION", "DEADLINE_EXCEEDED", "CANCELLED", "UNIMPLEMENTED"}
 COMPRESSIONS = [grpc.Compression.NoCompression, grpc.Compression.Gzip, grpc.Compression.Deflate]
 
 
@@ -100,20 +103,43 @@ def make_message(chance: random.Random, kind: Any) -> bytes:
 
 
 def ends(server: Any, chance: random.Random) -> Iterator[str]:
-    """Yield the statuses of generated calls, on a new connection for every hundred."""
+    """Yield the statuses of generated calls, on a new connection for every hundred.
+
+    Some have no message or two, some leave their stream open, and some are of calls that do not exist.
+    """
+    every = [(service, name) for service, rpcs in SERVICES.items() for name in rpcs]
     for number in range(REQUESTS):
         if number % 100 == 0:
             channel = grpc.insecure_channel(server.grpc_address)
-        name = "ModelInfer" if number % 2 else chance.choice([*RPCS])
-        message = make_message(chance, getattr(messages, f"{name}Request"))
-        call = channel.unary_unary(f"/{SERVICE}/{name}").future(
-            message, timeout=60, compression=chance.choice(COMPRESSIONS)
+        service, name = chance.choice([*every, (SERVICE, "Other"), ("a.Other", "Check")])
+        if number % 2:
+            service, name = SERVICE, "ModelInfer"
+        rpc = SERVICES.get(service, {}).get(name)
+        kind = rpc.asked if rpc and rpc.asked else messages.ModelInferRequest
+        count = chance.choice([1] * 18 + [0, 2])
+        sent = [make_message(chance, kind) for _ in range(count)]
+        over = threading.Event()
+        call = channel.stream_stream(f"/{service}/{name}")(
+            sending(sent, over if chance.random() < 0.05 else None),
+            timeout=0.2 if name == "Watch" else 60,
+            compression=chance.choice(COMPRESSIONS),
         )
         if chance.random() < 0.05:
             call.cancel()
-        yield "CANCELLED" if call.cancelled() else call.code().name
+        with suppress(grpc.RpcError):
+            for _ in call:
+                over.set()
+        over.set()
+        yield call.code().name
         if number % 100 == 99:
             channel.close()
+
+
+def sending(sent: list[bytes], over: threading.Event | None) -> Iterator[bytes]:
+    """Yield messages, and leave the stream open for a while if there is an event."""
+    yield from sent
+    if over is not None:
+        over.wait(0.2)
 
 
 def test_messages_of_any_content(tasks_bundle):
