@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from sentence_transformers import CrossEncoder, SentenceTransformer
 
 from export.__main__ import read_request
+from export.from_checkpoint import choose_pooling
 from export.goldens import run_torch
-from export.pipeline import choose_pooling
 from model.checkpoints import head_config, writer
 from model.checkpoints.errors import CheckpointError
 from model.checkpoints.source import Source, read_source
