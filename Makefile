@@ -29,7 +29,7 @@ PIP  := $(RUN) -m pip --quiet --disable-pip-version-check
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help serve train setup test test-all nightly versions FORCE fuzz check chaos format docs audit clean
-.PHONY: client-environments clients compat families bench bench-revisions bench-peers bench-gpu tune
+.PHONY: client-environments clients cluster compat families bench bench-revisions bench-peers bench-gpu tune
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -75,6 +75,11 @@ build/versions/%: FORCE
 	    filelock httpx hypothesis pytest pytest-asyncio pytest-timeout jsonschema
 	@OMP_NUM_THREADS=1 $@/bin/python -m pytest --quiet $(addprefix tests/service/,server middleware api) \
 	    --ignore tests/service/api/dialects
+
+cluster: ## Test Ray Serve on a local cluster of three nodes, in its own environment .venv-ray (1 GB, ten minutes)
+	@$(MAKE) --no-print-directory VENV=.venv-ray .venv-ray/.ray
+	@RAY_SERVE_ENABLE_HA_PROXY=1 RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S=1 OMP_NUM_THREADS=1 \
+	    .venv-ray/bin/python -m pytest -o filterwarnings=default --disable-warnings tests/quartet/test_ray_serve.py
 
 fuzz: $(VENV)/.test ## Send the service 10,000 generated requests over HTTP, and as many over gRPC (some minutes; REQUESTS=...)
 	@CONTRACT_REQUESTS=$(REQUESTS) $(RUN) -m pytest -s tests/e2e/test_contract.py tests/e2e/test_grpc_fuzz.py
@@ -125,7 +130,7 @@ tune: $(VENV)/.test ## Measure thread settings for BUNDLE on this machine, and p
 	@$(RUN) -m benchmarks.tune $(BUNDLE) $(ARGS)
 
 clean: ## Remove the environments and the files of tools
-	rm -rf $(VENV) .venv-gpu .venv-audit .mypy_cache .pytest_cache .ruff_cache .hypothesis build site *.egg-info
+	rm -rf $(VENV) .venv-gpu .venv-audit .venv-ray .mypy_cache .pytest_cache .ruff_cache .hypothesis build site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Environments of clients that conflict with the tests' packages: a minute, 0.4 GB. Tests of missing ones are skipped.
@@ -145,6 +150,13 @@ $(VENV)/.serve: $(VENV)/.python pyproject.toml constraints.txt deploy/requiremen
 	@echo "Installing the serving requirements (about half a minute)"
 	@$(RUN) deploy/requirements.py $(DEVICE) > $(VENV)/serve.txt
 	@$(PIP) install --constraint constraints.txt --requirement $(VENV)/serve.txt
+	@touch $@
+
+$(VENV)/.ray: $(VENV)/.serve
+	@echo "Installing Ray"
+	@$(RUN) deploy/requirements.py $(DEVICE) ray > $(VENV)/ray.txt
+	@$(PIP) install --constraint constraints.txt --requirement $(VENV)/ray.txt hypothesis numpy pytest pytest-asyncio \
+	    pytest-timeout pytest-xdist filelock
 	@touch $@
 
 # Where PYTHONDONTWRITEBYTECODE is set, every start would compile the service anew, for a fifth of a second.

@@ -9,14 +9,15 @@ It opens no port, handles no signal and starts no process. Several services in o
 import asyncio
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from fastapi import FastAPI
+from starlette.types import Receive, Scope, Send
 
 from service.api.app import create_app
 from service.api.schemas import validate
@@ -56,38 +57,17 @@ Texts = str | list[str]
 BY = "embedded"  # the origin of the commands, for the log
 
 
-class EmbeddedService:
-    """The service in this process, for as long as an `async with` block lasts.
+class MountedApp:
+    """The HTTP application, to mount under any path or to serve at the root.
 
-    bundles: directories of bundles, the default model first; none for those of the default
-    settings: further settings of the service (docs/reference/settings.md), by name; those of addresses and processes
-        have no effect
-
-    Calls return what the native API returns, as tuples with named fields and as arrays. `model` selects a model by its
-    name, an alias or `name@version`, and `head` a head. Calls raise the errors of `service.errors`: InvalidInput for
-    wrong options, UnknownModel, UnknownHead, TooLarge, Overloaded, DeadlineExceeded after `deadline_ms`, and Draining.
-    Entering raises BundleError or ProviderError for a bundle or a device that cannot be used.
+    Its lifespan does nothing while the service is open. Otherwise, it opens and closes the service.
     """
 
-    def __init__(self, *bundles: str | Path, **settings: Any) -> None:
-        logs.use_logging()
-        self.settings = Settings(bundles=tuple(map(Path, bundles)) or find_bundles(), **settings)
-        metrics = Metrics(self.settings.keys)
-        self._app = create_app(self.settings, partial(open_local_engines, metrics), metrics)
-        self._state: Service = self._app.state.service
-        self._stack = AsyncExitStack()
-        self._numbers = itertools.count(1)
+    def __init__(self, app: FastAPI) -> None:
+        self._app = app
 
-    @property
-    def app(self) -> ASGIApp:
-        """The HTTP application, to mount under any path or to serve at the root.
-
-        Its lifespan is empty in this block. Outside of it, the lifespan opens and closes the service.
-        """
-        return self._serve
-
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" and self._state.engines is not None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" and self._app.state.service.engines is not None:
             for event in ("startup", "shutdown"):
                 await receive()
                 await send({"type": f"lifespan.{event}.complete"})
@@ -98,9 +78,36 @@ class EmbeddedService:
         path = scope.get("path", "").removeprefix(root) or "/"
         await self._app({**scope, "path": path, "root_path": ""}, receive, send)
 
+
+class EmbeddedService:
+    """The service in this process, for as long as an `async with` block lasts.
+
+    bundles: directories of bundles, the default model first; none for those of the default
+    settings: further settings of the service (docs/reference/settings.md), by name; those of addresses and processes
+        have no effect
+
+    app: the HTTP application, see `MountedApp`
+
+    Calls return what the native API returns, as tuples with named fields and as arrays. `model` selects a model by its
+    name, an alias or `name@version`, and `head` a head. Calls raise the errors of `service.errors`: InvalidInput for
+    wrong options, UnknownModel, UnknownHead, TooLarge, Overloaded, DeadlineExceeded after `deadline_ms`, and Draining.
+    Entering raises BundleError or ProviderError for a bundle or a device that cannot be used.
+    """
+
+    def __init__(self, *bundles: str | Path, **settings: Any) -> None:
+        logs.use_logging()
+        self.settings = Settings(bundles=tuple(map(Path, bundles)) or find_bundles(), **settings)
+        self._metrics = metrics = Metrics(self.settings.keys)
+        app = create_app(self.settings, partial(open_local_engines, metrics), metrics)
+        self.app = MountedApp(app)
+        self._lifespan = partial(app.router.lifespan_context, app)
+        self._state: Service = app.state.service
+        self._stack = AsyncExitStack()
+        self._numbers = itertools.count(1)
+
     async def __aenter__(self) -> Self:
         """Open the bundles, check their golden outputs and warm up."""
-        await self._stack.enter_async_context(self._app.router.lifespan_context(self._app))
+        await self._stack.enter_async_context(self._lifespan())
         return self
 
     async def __aexit__(
@@ -279,6 +286,12 @@ class EmbeddedService:
     def alive(self) -> bool:
         """Whether the device can still compute; if not, only a new process helps."""
         return self._state.open_engines().alive()
+
+    def samples(self) -> Iterator[tuple[str, str, dict[str, str], float]]:
+        """Yield each sample of the metrics: name, description, labels and value, for an exporter of the program."""
+        for family in self._metrics.registry.collect():
+            for sample in family.samples:
+                yield sample.name, family.documentation, sample.labels, sample.value
 
     async def drain(self) -> None:
         """Refuse further direct calls, report "not ready", and wait for the accepted calls and requests.

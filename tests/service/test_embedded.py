@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import uvicorn
 from fastapi import FastAPI
 
 from service.embedded import EmbeddedService
@@ -156,6 +157,9 @@ async def test_a_server_opens_the_service_by_its_lifespan(tiny_bundle):
     await service.app({"type": "lifespan", "state": {}}, receive, send)
 
     assert ["lifespan.startup.complete", "lifespan.shutdown.complete"] == sent
+    config = uvicorn.Config(service.app)
+    config.load()
+    assert "asgi3" == config.interface
 
 
 PROGRAM = """
