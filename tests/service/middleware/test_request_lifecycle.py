@@ -156,10 +156,12 @@ async def test_requests_that_cost_a_client_nothing_have_few_lines(
 ):
     """Ten lines in a second, of which a later one counts the others. All are in the metrics."""
     async with client_with(keys={"a": Key(sha256="1" * 64)}) as client:
+        began = time.monotonic()
         for _ in range(40):
             assert status == (await client.request(method, path)).status_code
     told = [line for line in lines if line["event"] == "request"]
-    assert 10 <= len(told) <= 20  # the requests may be from two periods
+    periods = int(time.monotonic() - began) + 2  # of a second, in which the requests may have been
+    assert 10 <= len(told) <= 10 * periods
     assert {status} == {line["status"] for line in told}
     assert all("untold" in line for line in told)
 
