@@ -16,11 +16,11 @@ from service.core.cpu import CPU
 from service.memory_limit import MIB, ROOT, in_mib, memory_limit
 from service.settings import Settings, usable_cores
 
-# Memory of processes without sessions and requests, measured with Python 3.11 and onnxruntime 1.31. Library files count
-# once, because all processes share them.
-MAIN = 28 * MIB
-HTTP = 66 * MIB  # of each
-INFERENCE = 90 * MIB
+# Memory of processes without sessions under a flood of requests, measured with Python 3.11 and onnxruntime 1.31.
+# Library files count once, because all processes share them.
+MAIN = 31 * MIB
+HTTP = 84 * MIB  # of each
+INFERENCE = 100 * MIB
 SINGLE = 130 * MIB  # of the only process, with `http_workers` 0
 
 # For bundles that do not state their memory.

@@ -155,10 +155,10 @@ def test_without_a_limit_no_setting_changes(tmp_path):
     [
         (
             {"max_batch_tokens": 16384},
-            400,
-            "may need 604 MiB (processes 184 MiB, sessions 100 MiB, 1 batches at once 320 MiB):"
+            430,
+            "may need 635 MiB (processes 215 MiB, sessions 100 MiB, 1 batches at once 320 MiB):"
             " set precision int8, or set max_batch_tokens 768 (now 16384),"
-            " or raise the memory limit to 604 MiB",
+            " or raise the memory limit to 635 MiB",
         ),
         (
             {"replicas": 8, "http_workers": 2},
