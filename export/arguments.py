@@ -8,11 +8,12 @@ from service.core import bundle
 from service.core.program_name import program_name
 
 DESCRIPTION = """\
-Export a checkpoint to a verified bundle.
+Export a checkpoint to a verified bundle, which a service serves.
 
 CHECKPOINT is a directory in the hub's layout, trained here or elsewhere, or a hub name. It may also be an ONNX graph
-of any encoder: its file, or a directory that has a graph and no other weights. OUT is the bundle's directory. Every
-graph is checked before OUT appears; when a check fails, the exit status is 1 and nothing is left.
+of any encoder: its file, or a directory or hub name that has a graph and no other weights. Without torch, the graph is
+exported where there are both. Every graph is checked before OUT appears; when a check fails, the exit status is 1 and
+nothing is left.
 """
 
 
@@ -34,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         choices=["fp32", "int8", "fp16"],
         dest="precisions",
-        help="graphs to write; fp16 is for CUDA",
+        help="graphs to write, the default first: fp32 and int8 for CPUs, fp16 for CUDA; default: fp32 int8",
     )
     parser.add_argument(
         "--default-precision",
@@ -43,18 +44,27 @@ def parser() -> argparse.ArgumentParser:
         "--precision by default",
     )
     parser.add_argument("--name", help="the model's name in requests; OUT's name by default")
-    parser.add_argument("--version", default="1")
+    parser.add_argument("--version", default="1", help="the bundle's version; default: 1")
     parser.add_argument("--max-length", type=int, help="tokens; the checkpoint's own by default")
     parser.add_argument(
-        "--eval", nargs="+", default=[], metavar="HEAD=FILE", help="measure heads on labelled files"
+        "--eval",
+        nargs="+",
+        default=[],
+        metavar="HEAD=FILE",
+        help="measure heads on labeled files, and write the metrics into the bundle",
     )
     parser.add_argument(
         "--max-changed",
         type=float,
         default=0.05,
-        help="the largest share of answers that int8 may change where --eval gives data",
+        help="the largest share of answers that int8 may change where --eval gives data; default: %(default)s",
     )
-    parser.add_argument("--provenance", type=Path, help="a TOML file for the manifest and the card")
+    parser.add_argument(
+        "--provenance",
+        type=Path,
+        help="a TOML file of data sets and terms, for the manifest and the model card",
+        metavar="FILE",
+    )
     parser.add_argument(
         "--task",
         choices=get_args(bundle.Task),
@@ -64,7 +74,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--pooling",
         choices=[*get_args(bundle.PoolingMode), "none"],
-        help="of vectors, where no file declares it; none for an ONNX graph whose output is pooled",
+        help="how the vectors of tokens become one, where no file of the checkpoint declares it; none for an ONNX "
+        "graph whose output is pooled",
     )
     parser.add_argument(
         "--output",

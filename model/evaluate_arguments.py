@@ -10,19 +10,30 @@ STRIDE = 64
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
     parser = argparse.ArgumentParser(
-        program_name("model.evaluate"), description="Evaluate the heads of a checkpoint."
+        program_name("model.evaluate"),
+        description="Measure the heads of a checkpoint on labeled files, with the metrics of their tasks.",
     )
-    parser.add_argument("checkpoint", help="a directory or a hub name")
+    parser.add_argument("checkpoint", help="a directory, or a name on the hub")
     parser.add_argument(
         "--eval",
         action="append",
         required=True,
         metavar="HEAD=FILE",
-        help="a head, and a file with its labelled rows; once for each head",
+        help="a head, and a file with its labeled rows; once for each head",
     )
-    parser.add_argument("--max-length", type=int, default=512, help="tokens of a window")
-    parser.add_argument("--stride", type=int, default=STRIDE, help="tokens that windows share")
     parser.add_argument(
-        "--limit", type=int, default=0, help="rows of each file, evenly spaced; 0: all"
+        "--max-length", type=int, default=512, help="tokens of a window; default: 512"
+    )
+    parser.add_argument(
+        "--stride",
+        type=int,
+        default=STRIDE,
+        help="tokens that windows of a long text share; default: %(default)s",
+    )
+    parser.add_argument(
+        "--limit",
+        type=int,
+        default=0,
+        help="evaluate this many rows of each file, evenly spaced; default: all",
     )
     return parser

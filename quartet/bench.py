@@ -49,19 +49,36 @@ def parser() -> argparse.ArgumentParser:
         description="Measure a model on this machine through HTTP, one text a request. The client shares the machine.",
     )
     parser.add_argument(
-        "name", nargs="?", metavar="NAME", help="as of quartet serve; the default model without one"
+        "name",
+        nargs="?",
+        metavar="NAME",
+        help="a model as quartet serve takes it; default: the model that it serves without a name",
     )
     parser.add_argument(
-        "--precision", nargs="+", help="of the model's precisions; all that the CPU runs by default"
+        "--precision",
+        nargs="+",
+        help="precisions to measure; default: all of the model that a CPU runs",
     )
     parser.add_argument(
-        "--connections", nargs="+", type=int, default=[1, 8, 32], help="default: 1 8 32"
+        "--connections",
+        nargs="+",
+        type=int,
+        default=[1, 8, 32],
+        metavar="N",
+        help="clients that send requests at the same time; default: 1 8 32",
     )
     parser.add_argument(
-        "--seconds", type=float, default=3.0, help="of each measurement; default: 3"
+        "--seconds",
+        type=float,
+        default=3.0,
+        metavar="S",
+        help="duration of each measurement; default: 3",
     )
     parser.add_argument(
-        "--texts", type=Path, help="a file with one text a line; texts of 3 to 38 words by default"
+        "--texts",
+        type=Path,
+        metavar="FILE",
+        help="a file with one text a line; default: texts of 3 to 38 words",
     )
     return parser
 

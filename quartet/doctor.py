@@ -20,6 +20,10 @@ from service import __version__
 from service.memory_limit import memory_limit
 from service.settings import affinity_cores, cgroup_cores, usable_cores
 
+DESCRIPTION = """\
+Check this machine and this installation, one line for each check. A line with !! names what to do; the exit status is
+then 1.
+"""
 FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8", "asimd", "i8mm", "bf16")
 LEAST_FILES = 1100  # max_connections and the service's own
 LEAST_BYTES = 300 * 1024**2  # that the default bundle needs
@@ -33,7 +37,7 @@ Finding = tuple[str, str]
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
-    return argparse.ArgumentParser("quartet doctor", description=(__doc__ or "").partition(": ")[2])
+    return argparse.ArgumentParser("quartet doctor", description=DESCRIPTION)
 
 
 def main() -> int:

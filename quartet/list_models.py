@@ -5,10 +5,14 @@ import time
 
 from quartet import cache
 
+DESCRIPTION = """\
+List the exported models that quartet serve and quartet pull keep in the cache, the last used first.
+"""
+
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
-    return argparse.ArgumentParser("quartet list", description=(__doc__ or "").partition(": ")[2])
+    return argparse.ArgumentParser("quartet list", description=DESCRIPTION)
 
 
 def main() -> int:

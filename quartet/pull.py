@@ -6,10 +6,14 @@ from pathlib import Path
 
 from quartet import cache
 
+DESCRIPTION = """\
+Export a model into the cache, so that quartet serve NAME starts without a network; or into a file for another machine.
+"""
+
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
-    parser = argparse.ArgumentParser("quartet pull", description=(__doc__ or "").partition(": ")[2])
+    parser = argparse.ArgumentParser("quartet pull", description=DESCRIPTION)
     parser.add_argument(
         "name",
         metavar="NAME",
@@ -19,7 +23,7 @@ def parser() -> argparse.ArgumentParser:
         "--to",
         type=Path,
         metavar="FILE.tar",
-        help="write the bundle to this file: quartet serve FILE.tar",
+        help="also write the bundle to this file, which quartet serve FILE.tar takes",
     )
     return parser
 

@@ -10,7 +10,8 @@ from quartet import cache
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
     parser = argparse.ArgumentParser(
-        "quartet remove", description=(__doc__ or "").partition(": ")[2]
+        "quartet remove",
+        description="Remove exported models from the cache. A model is exported again when it is served.",
     )
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help="as quartet list prints it, or without the commit"

@@ -5,6 +5,15 @@ import sys
 
 from quartet.cache import SourceError, resolve
 
+DESCRIPTION = """\
+Serve models over HTTP. A model that is no bundle is exported once into the cache (quartet list), which may take a
+minute; later starts take it from there. Each flag is a setting, and may also be a variable or a line of a file.
+"""
+NAME = (
+    "what to serve, the default model first: a name on the hub, NAME@REVISION, a directory of a checkpoint, an ONNX "
+    "graph or a bundle, the name of a bundle in bundles/, or a file of quartet pull --to; without it all in bundles/, "
+    "else the model that Quartet comes with. Checkpoints need the extra train, ONNX graphs do not"
+)
 SWITCHES = frozenset({"--version", "--check-config"})  # flags without a value
 
 
@@ -12,7 +21,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the service, whose bundles may be other models here."""
     from service.__main__ import parser
 
-    return parser()
+    return parser(DESCRIPTION, ("NAME", NAME))
 
 
 def main() -> int:

@@ -21,7 +21,8 @@ def parser() -> argparse.ArgumentParser:
     base = ENCODER if ENCODER.is_dir() else HUB_ENCODER
     parser = argparse.ArgumentParser(
         "quartet train",
-        description="Train a head on a file of labeled rows, and write bundles/NAME, or its next version. "
+        description="Train a head on a file of labeled rows, and write bundles/NAME, or its next version, such as "
+        "bundles/NAME-v2. "
         "python -m model.finetune has further options, such as --epochs 4, which may follow FILE.",
         allow_abbrev=False,
     )
@@ -31,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
         help=".csv, .tsv, .jsonl, .json, .parquet or .conll; FILE?text=COLUMN&label=COLUMN names its columns",
     )
     parser.add_argument(
-        "--task", choices=TASKS, help="of the rows; found from the columns by default"
+        "--task", choices=TASKS, help="task of the rows; by default found from the columns"
     )
     parser.add_argument("--name", help="the model's name in requests; the file's name by default")
     parser.add_argument(

@@ -120,11 +120,17 @@ def serve(settings: Settings, source: KeySource | None = None) -> None:
             listener.close()  # also removes the file of a Unix socket
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return a parser with a flag for every setting, whose help text is the field's description."""
+def parser(
+    description: str = "Serve bundles over HTTP.", models: tuple[str, str] | None = None
+) -> argparse.ArgumentParser:
+    """Return a parser with a flag for every setting, whose help text is the field's description.
+
+    models: name and help text of the positional arguments, if they are not bundles alone
+    """
     parser = argparse.ArgumentParser(
         program_name("service"),
-        description="Serve bundles over HTTP.",
+        description=description,
+        usage=f"%(prog)s [options] [{models[0] if models else 'BUNDLE'} ...]",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"quartet {__version__}")
@@ -138,15 +144,16 @@ def parser() -> argparse.ArgumentParser:
         if name in GROUPS:
             group = parser.add_argument_group(GROUPS[name])
         if name not in NOT_FLAGS:
-            add_argument(group, name, field)
+            add_argument(group, name, field, models)
     return parser
 
 
-def add_argument(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
+def add_argument(
+    group: argparse._ArgumentGroup, name: str, field: FieldInfo, models: tuple[str, str] | None
+) -> None:
     if name == "bundles":
-        group.add_argument(
-            name, nargs="*", metavar="BUNDLE", default=argparse.SUPPRESS, help=field.description
-        )
+        metavar, text = models or ("BUNDLE", field.description)
+        group.add_argument(name, nargs="*", metavar=metavar, default=argparse.SUPPRESS, help=text)
         return
     default = "unset" if field.default in (None, (), {}) else field.default
     choices = [*get_args(field.annotation)] if get_origin(field.annotation) is Literal else []

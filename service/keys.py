@@ -102,7 +102,10 @@ def record(name: str, key: str) -> str:
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
     program = program_name("service.keys")
-    description = f"Make a key: {program} NAME >> keys.toml"
+    description = (
+        "Make an API key: print the key on standard error, once, and its line for the service's file of keys: "
+        f"{program} NAME >> keys.toml"
+    )
     parser = argparse.ArgumentParser(program, description=description)
     parser.add_argument("name", metavar="NAME", help="name of the key's owner, which the log shows")
     return parser

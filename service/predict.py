@@ -42,8 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
-    summary, *_ = (__doc__ or "").splitlines()
-    parser = argparse.ArgumentParser(program_name("service.predict"), description=summary)
+    parser = argparse.ArgumentParser(
+        program_name("service.predict"),
+        description="Write a model's predictions for each row of a file. The exit status is 1 if some rows failed.",
+    )
     parser.add_argument(
         "bundle", type=Path, help="a bundle's directory. Example: bundles/questions"
     )
