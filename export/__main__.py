@@ -1,5 +1,6 @@
 """Export a checkpoint to a verified bundle: `python -m export CHECKPOINT OUT [--precision fp32 int8 fp16]`."""
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Export, and print each step. Returns the exit status."""
+    os.environ.setdefault(
+        "OMP_WAIT_POLICY", "PASSIVE"
+    )  # waiting threads of torch take no processor
     checkpoint = arguments.parser().parse_args(argv).checkpoint  # before slow imports
     try:
         return export(argv)
