@@ -37,7 +37,7 @@ LINK = re.compile(
 HOST_NAME = r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*"  # in lower case; the port does not matter
 LINK_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
 LEAST_FOR_PROCESSES = (
-    384 * 2**20
+    448 * 2**20
 )  # bytes of memory below which HTTP and inference share one process
 MOST_UDS_BYTES = 107  # which the kernel keeps with a terminator in 108
 
@@ -125,7 +125,7 @@ class Settings(BaseSettings):
         None,
         ge=0,
         description="HTTP processes, in addition to the inference process; unset, 1, or on a GPU half of the cores up"
-        " to 4, or 0 below a memory limit of 384 MiB; 0 runs HTTP and inference in one process",
+        " to 4, or 0 below a memory limit of 448 MiB; 0 runs HTTP and inference in one process",
     )
     precision: Literal["auto", "fp32", "int8", "fp16"] = Field(
         "auto",

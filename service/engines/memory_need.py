@@ -21,7 +21,7 @@ from service.settings import Settings, usable_cores
 MAIN = 31 * MIB
 HTTP = 84 * MIB  # of each
 INFERENCE = 100 * MIB
-SINGLE = 130 * MIB  # of the only process, with `http_workers` 0
+SINGLE = 120 * MIB  # of the only process, with `http_workers` 0
 
 # For bundles that do not state their memory.
 OPENED_PER_BYTE = 1.2  # of a graph's files

@@ -49,8 +49,8 @@ def test_flags_are_settings(capsys):
     [
         ([], False, None, 1),
         ([], True, None, 4),
-        ([], False, 384, 1),
-        ([], False, 383, 0),
+        ([], False, 448, 1),
+        ([], False, 447, 0),
         (["--provider", "cpu"], True, None, 1),
         (["--http-workers", "2"], True, 300, 2),
         (["--http-workers", "0"], True, None, 0),

@@ -162,7 +162,7 @@ def test_without_a_limit_no_setting_changes(tmp_path):
         ),
         (
             {"replicas": 8, "http_workers": 2},
-            240,
+            230,
             ": set replicas 1 (now 8) and http_workers 0 (now 2), or",
         ),
         (
@@ -173,7 +173,7 @@ def test_without_a_limit_no_setting_changes(tmp_path):
         (
             {"http_workers": 0},
             100,
-            "may need 240 MiB (processes 130 MiB, sessions 100 MiB, 1 batches at once 10 MiB): raise",
+            "may need 230 MiB (processes 120 MiB, sessions 100 MiB, 1 batches at once 10 MiB): raise",
         ),
     ],
 )
