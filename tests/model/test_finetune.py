@@ -59,6 +59,10 @@ class Start:
         }
         return finetune.finetune(FinetuneSettings(heads=heads, **given))
 
+    def judged_table(self) -> dict[str, Any]:
+        """The table of one head, which has rows to judge it."""
+        return {"head": {**self.tables()["names"], "dev": self.data["names"]}}
+
     def tables(self, *names: str, batch_size: int = 4) -> dict[str, Any]:
         """The tables of these heads, else one of each task."""
         size = {"batch_size": batch_size}
@@ -512,7 +516,7 @@ def test_patience_ends_a_run(start, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         finetune, "evaluate_heads", lambda *_: evaluate | {"head": {"accuracy": next(scores)}}
     )
-    table = {"head": start.tables()["names"]}
+    table = start.judged_table()
 
     first = start(table, steps=20, eval_every=2, patience=2)
     assert "no step is added" not in capsys.readouterr().out
@@ -649,7 +653,7 @@ def test_the_best_on_dev_is_kept(start, tmp_path, monkeypatch):
         save(folder, model, **rest)
 
     monkeypatch.setattr(finetune, "save_checkpoint", spy)
-    result = start({"head": start.tables()["names"]}, steps=8, eval_every=2)
+    result = start(start.judged_table(), steps=8, eval_every=2)
     assert (result["best_step"], result["heads"]["head"]["accuracy"]) == (4, 0.75)
     assert len(kept) == 3  # at steps 2 and 4, and at last what step 4 gave
     torch.testing.assert_close(kept[1], kept[2], rtol=0, atol=0)
@@ -665,7 +669,7 @@ def test_the_best_on_dev_survives_an_interruption(start, monkeypatch):
         return {"head": {"accuracy": next(scores)}}
 
     monkeypatch.setattr(finetune, "evaluate_heads", judged)
-    table = {"head": start.tables()["names"]}
+    table = start.judged_table()
     settings = {"eval_every": 2, "save_every": 2, "dev_limit": 3, "precision": "bf16"}
     with interrupted(at=4):
         start(table, steps=6, **settings)

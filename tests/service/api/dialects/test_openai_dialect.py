@@ -81,7 +81,7 @@ async def test_texts_of_ids_are_limited(client_with, tmp_path):
 async def test_ids_of_the_models_own_tokenizer(client_with, engine):
     """Without a table they are read as the model's own: the log has one warning, and larger ids name what to set."""
     warn_of_ids.cache_clear()
-    own = SimpleNamespace(get_vocab_size=lambda: 100, decode=lambda ids, **_: "a")
+    own = SimpleNamespace(get_vocab_size=lambda: 100, decode_batch=lambda ids, **_: ["a"])
     engine.encoder = SimpleNamespace(tokenizer=own)
     async with client_with() as client:
         with capture_logs() as logs:
