@@ -450,7 +450,7 @@ def test_the_default_precision_may_be_any_of_the_graphs():
     ("flags", "status", "said"),
     [
         (["--help"], 0, "--pooling"),
-        (["in", "out"], 1, "the package onnx is missing: install the extra train"),
+        (["in", "out"], 1, "a checkpoint needs onnx, an ONNX graph does not: pip install"),
     ],
 )
 def test_without_the_packages_of_training(flags, status, said):
@@ -623,8 +623,8 @@ def break_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the packed graph another model's: one norm is a tenth off."""
     whole = trace_graphs.trace_packed
 
-    def broken(model: Any) -> onnx.ModelProto:
-        proto = whole(model)
+    def broken(*arguments: Any) -> onnx.ModelProto:
+        proto = whole(*arguments)
         scale_weights(proto, "layers.1.feed_forward_norm.weight", 1.1)
         return proto
 
