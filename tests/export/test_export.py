@@ -438,27 +438,29 @@ def test_graphs_are_compared_at_the_end(tiny_bundle):
     assert "--precision fp32 or --precision int8" in choice
 
 
-def test_the_default_precision_may_be_any_of_the_graphs():
+def test_the_default_precision_may_be_any_of_the_graphs(tiny_checkpoint):
     """It comes first; a precision without a graph is refused."""
-    request = read_request(["in", "out", "--default-precision", "int8"])
+    folder = str(tiny_checkpoint)  # a name of the hub would be looked up
+    request = read_request([folder, "out", "--default-precision", "int8"])
     assert (("int8", "fp32"), "int8") == (request.precisions, request.default_precision)
     with pytest.raises(SystemExit):
-        read_request(["in", "out", "--precision", "fp32", "--default-precision", "int8"])
+        read_request([folder, "out", "--precision", "fp32", "--default-precision", "int8"])
 
 
 @pytest.mark.parametrize(
     ("flags", "status", "said"),
     [
         (["--help"], 0, "--pooling"),
-        (["in", "out"], 1, "a checkpoint needs onnx, an ONNX graph does not: pip install"),
+        (["CHECKPOINT", "out"], 1, "a checkpoint needs onnx, an ONNX graph does not: pip install"),
     ],
 )
-def test_without_the_packages_of_training(flags, status, said):
+def test_without_the_packages_of_training(flags, status, said, tiny_checkpoint):
     """An installation that only serves has the help, and learns which extra is missing."""
     code = (
         "import sys; sys.modules.update(onnx=None, torch=None, transformers=None);"
         "from export.__main__ import main; sys.exit(main(sys.argv[1:]))"
     )
+    flags = [flag.replace("CHECKPOINT", str(tiny_checkpoint)) for flag in flags]
     ended = subprocess.run(
         [sys.executable, "-c", code, *flags], capture_output=True, text=True, check=False
     )
