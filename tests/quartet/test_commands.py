@@ -106,7 +106,7 @@ def test_the_next_version_leaves_bundles_as_they_are(tmp_path):
     for name in ("reviews", "reviews-v2", "reviews-of-books-v7", "my-reviews-v3"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "manifest.json").touch()
-    request = read_request(["x", str(tmp_path / "reviews"), "--next-version"])
+    request = read_request([str(tmp_path), str(tmp_path / "reviews"), "--next-version"])
     assert ("reviews", "3", tmp_path / "reviews-v3") == (request.name, request.version, request.out)
-    request = read_request(["x", str(tmp_path / "other"), "--next-version"])
+    request = read_request([str(tmp_path), str(tmp_path / "other"), "--next-version"])
     assert ("1", tmp_path / "other") == (request.version, request.out)

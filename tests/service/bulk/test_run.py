@@ -24,6 +24,8 @@ from service.bulk.run import run
 from service.core.data_files.text_files import DataError
 from tests import samples
 
+pytestmark = pytest.mark.usefixtures("logging_as_it_was")
+
 TEXTS = [samples.text(1 + number * 7 % 40, seed=number) for number in range(60)]
 
 
