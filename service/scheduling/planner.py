@@ -115,11 +115,11 @@ class Planner:
     def fix_batches(self, entries: Sequence[Entry]) -> None:
         """Number the batches of a request's entries by these alone: nearest lengths together, up to the budget."""
         model = self._queue.models[entries[0].bundle]
-        number, size, tokens = 0, math.inf, 0
+        number, size, tokens = 1, 0, 0
         for entry in sorted(entries, key=lambda entry: entry.tokens):
             size, tokens = size + 1, tokens + entry.tokens
             fits = size <= self._size(model) and tokens <= self.budget.tokens
-            if not fits or area(int(size), entry.tokens) > model.area:
+            if size > 1 and not (fits and area(size, entry.tokens) <= model.area):
                 number, size, tokens = number + 1, 1, entry.tokens
             entry.batch = number
 

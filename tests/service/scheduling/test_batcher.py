@@ -355,21 +355,17 @@ async def test_fixed_batches_depend_on_their_request_alone(gate, others):
     limits = {"max_batch_tokens": 64, "max_batch_size": 3, "slots": 2, "wide": 2}
     async with serving(gate, fixed_batches=True, **limits) as batcher:
         batcher.add_bundle("m@1", costing(FIXED, slots=2))
-        asked = [text(tokens, number=tokens) for tokens in (9, 70, 30, 5, 31, 40, 8, 7, 6)]
+        asked = [text(tokens, number=-tokens) for tokens in (9, 70, 30, 5, 31, 40, 8, 7, 6)]
         crowd = [batcher.submit(texts(3, 1 + index)) for index in range(others)]
         answer = batcher.submit(asked)
-        batches = []
-        while not answer.done():
-            batches.append(await gate.batch())
-            gate.let()
-            await asyncio.sleep(0.001)
-        own = [batch.numbers for batch in batches if {*batch.numbers} & {*map(number, asked)}]
+        gate.let(100)
+        assert [number(entry) for entry in asked] == echoed(await answer)
+        await asyncio.gather(*crowd)
+        batches = [await gate.batch() for _ in range(gate.started)]
+        own = [[-n for n in batch.numbers] for batch in batches if min(batch.numbers) < 0]
 
         assert [[5, 6, 7], [8, 9, 30], [31], [40], [70]] == sorted(map(sorted, own))
         assert {1} == {batch.width for batch in batches}
-        assert [number(entry) for entry in asked] == echoed(await answer)
-        gate.let(100)
-        await asyncio.gather(*crowd)
 
 
 async def test_an_empty_request_has_an_empty_answer():
