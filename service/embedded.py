@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from fastapi import FastAPI
@@ -36,6 +35,7 @@ from service.middleware.service_state import Service
 from service.observability import logs
 from service.observability.metrics import Metrics
 from service.processes.single_process import open_local_engines
+from service.rollout.model_manager import no_trial
 from service.scheduling.load import Load
 from service.settings import Settings
 from service.settings_sources import find_bundles
@@ -98,7 +98,9 @@ class EmbeddedService:
         logs.use_logging()
         self.settings = Settings(bundles=tuple(map(Path, bundles)) or find_bundles(), **settings)
         self._metrics = metrics = Metrics(self.settings.keys)
-        app = create_app(self.settings, partial(open_local_engines, metrics), metrics)
+        # A model is not opened in a process of its own first, because the program would get a child.
+        open_engines = partial(open_local_engines, metrics, trial=no_trial)
+        app = create_app(self.settings, open_engines, metrics)
         self.app = MountedApp(app)
         self._lifespan = partial(app.router.lifespan_context, app)
         self._state: Service = app.state.service
@@ -110,14 +112,9 @@ class EmbeddedService:
         await self._stack.enter_async_context(self._lifespan())
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: Any) -> None:
         """Complete the calls that wait, within `drain_s`, and close the engines."""
-        await self._stack.__aexit__(kind, error, traceback)
+        await self._stack.__aexit__(*error)
 
     # -- results ----------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import orjson
@@ -61,13 +60,8 @@ class Predictor:
         await self._service.__aenter__()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self._service.__aexit__(kind, error, traceback)
+    async def __aexit__(self, *error: Any) -> None:
+        await self._service.__aexit__(*error)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -97,6 +91,7 @@ class Predictor:
         }
         if self.task == "qa":
             texts = {"inputs": [row.texts for row in rows]}
+        # Half of a surrogate pair, which orjson refuses, must reach the service, which names the row.
         body = json.dumps({**texts, **self._options}).encode()
         while (reply := await post(self._service.app, route, body))[0] == BUSY:
             await asyncio.sleep(1)

@@ -21,7 +21,7 @@ from service.processes.key_file_watcher import KeyFiles
 from service.processes.process_signals import reap_orphans, stop_signals
 from service.processes.trial import try_bundle
 from service.rollout.directory_watcher import watch
-from service.rollout.model_manager import ModelManager
+from service.rollout.model_manager import ModelManager, Trial
 from service.server.server import Server
 from service.settings import Settings
 from service.settings_sources import CANNOT_GO_ON, KeySource
@@ -83,10 +83,15 @@ class SingleServer(Server):
 
 
 @asynccontextmanager
-async def open_local_engines(metrics: Metrics, settings: Settings) -> AsyncIterator[Engines]:
-    """Yield engines on a device in this process. Raises BundleError or ProviderError for a bad bundle."""
+async def open_local_engines(
+    metrics: Metrics, settings: Settings, trial: Trial = try_bundle
+) -> AsyncIterator[Engines]:
+    """Yield engines on a device in this process. Raises BundleError or ProviderError for a bad bundle.
+
+    trial: see `ModelManager`
+    """
     async with open_device(settings, metrics) as device:
-        manager = ModelManager(device, settings, metrics, trial=try_bundle)
+        manager = ModelManager(device, settings, metrics, trial=trial)
         await asyncio.to_thread(manager.open)
         engines = Engines(device, manager.execute, metrics.observe_comparison, settings)
         try:

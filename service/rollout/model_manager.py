@@ -60,6 +60,9 @@ async def tell_nobody(_: Mapping[str, object]) -> None:
     """Ignore a report, where there is no main process to send it to."""
 
 
+Trial = Callable[[Settings, Path], Awaitable[object]]
+
+
 async def no_trial(settings: Settings, folder: Path) -> None:
     """Open no bundle elsewhere."""
 
@@ -79,7 +82,7 @@ class ModelManager:
         settings: Settings,
         metrics: Metrics,
         report: Callable[[Mapping[str, object]], Awaitable[None]] = tell_nobody,
-        trial: Callable[[Settings, Path], Awaitable[object]] = no_trial,
+        trial: Trial = no_trial,
     ) -> None:
         self.models: Models = ()
         self._device = device

@@ -17,6 +17,7 @@ from ray import serve  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
 
 from quartet.ray_serve import Options, build  # noqa: E402
+from tests.versions import restate  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 PORT = 8455
@@ -51,11 +52,9 @@ def cluster():
 def models(tmp_path):
     """The default bundle as versions 6 and 7, in a directory of models."""
     source = ROOT / "bundles" / "quartet-mini"
-    manifest = json.loads((source / "manifest.json").read_text("utf-8"))
     for version in ("6", "7"):
         copy = shutil.copytree(source, tmp_path / f"mini-{version}")
-        text = json.dumps({**manifest, "version": version})
-        (copy / "manifest.json").write_text(text, encoding="utf-8")
+        restate(copy, version=version)
     return tmp_path
 
 

@@ -1,7 +1,6 @@
 """The service inside another program: the same results as over HTTP, and nothing else in its process."""
 
 import asyncio
-import json
 import shutil
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from service.embedded import EmbeddedService
 from service.errors import DeadlineExceeded, Draining, InvalidInput, UnknownModel
 from service.tasks.classification import Classification
 from tests import samples
+from tests.versions import restate
 
 TEXTS = [samples.text(1 + number % 9, seed=number) for number in range(12)]
 MASKED = "[MASK] of the old town"
@@ -123,14 +123,18 @@ async def test_a_drain_completes_what_was_accepted(service):
         assert 503 == (await client.get("/health/ready")).status_code
 
 
+def copy_versions(bundle: Path, folder: Path) -> list[Path]:
+    """Copy a bundle as versions 1 and 2 of itself."""
+    copies = [shutil.copytree(bundle, folder / f"tiny-{number}") for number in (1, 2)]
+    for number, copy in enumerate(copies, start=1):
+        restate(copy, version=str(number))
+    return copies
+
+
 async def test_models_change_under_calls(tiny_bundle, tmp_path):
     """A second version answers for the name while calls run, without a lost call, and goes again."""
-    for number in (1, 2):
-        copy = shutil.copytree(tiny_bundle, tmp_path / f"tiny-{number}")
-        manifest = json.loads((copy / "manifest.json").read_text(encoding="utf-8"))
-        text = json.dumps({**manifest, "version": str(number)})
-        (copy / "manifest.json").write_text(text, encoding="utf-8")
-    async with EmbeddedService(tmp_path / "tiny-1", models_dir=tmp_path) as service:
+    first, _ = copy_versions(tiny_bundle, tmp_path)
+    async with EmbeddedService(first, models_dir=tmp_path) as service:
         calls = [asyncio.create_task(service.classify(text)) for text in TEXTS]
         loaded = await service.load_model("tiny-2")
         unloaded = await service.unload_model("tiny@1")
@@ -172,7 +176,8 @@ sys.addaudithook(lambda event, _: seen.append(event) if event in EVENTS else Non
 import quartet
 
 async def main():
-    async with quartet.EmbeddedService(sys.argv[1]) as service:
+    async with quartet.EmbeddedService(sys.argv[1], models_dir=sys.argv[2]) as service:
+        await service.load_model("tiny-2")
         [[best]] = await service.classify("a text", top_k=1)
         handled = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
         print([best.label, handled, *seen])
@@ -181,9 +186,10 @@ asyncio.run(main())
 """
 
 
-def test_a_program_keeps_its_signals_ports_and_output(tiny_bundle):
-    """A plain program gets no handler of SIGTERM, no port, no process and no line of output."""
-    command = [sys.executable, "-W", "error", "-c", PROGRAM, str(tiny_bundle)]
+def test_a_program_keeps_its_signals_ports_and_output(tiny_bundle, tmp_path):
+    """A plain program gets no handler of SIGTERM, no port, no process and no output, nor when it loads a model."""
+    first, _ = copy_versions(tiny_bundle, tmp_path)
+    command = [sys.executable, "-W", "error", "-c", PROGRAM, str(first), str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
 
     assert "" == run.stderr
