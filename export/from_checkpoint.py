@@ -167,31 +167,27 @@ def trace_cuda(model: EncoderWithHeads, packed: Packed) -> onnx.ModelProto:
 
 def graph_records(folder: Path) -> list[dict[str, Any]]:
     """Return the manifest's records of the graphs in a folder."""
+
+    def describe(file: str, **fields: Any) -> dict[str, Any]:
+        return {"opset": trace_graphs.OPSET, **bundle.describe_file(folder / file), **fields}
+
     weights = bundle.describe_file(folder / WEIGHTS)
-    fp32 = {"precision": "fp32", "opset": trace_graphs.OPSET, "provider": "any", "weights": weights}
+    fp32 = {"precision": "fp32", "provider": "any", "weights": weights}
     records = [
-        {**fp32, **bundle.describe_file(folder / "fp32.onnx"), "layout": "packed"},
-        {**fp32, **bundle.describe_file(folder / PORTABLE), "layout": "portable"},
+        describe("fp32.onnx", layout="packed", **fp32),
+        describe(PORTABLE, layout="portable", **fp32),
     ]
     if (folder / "int8.onnx").is_file():
-        int8 = {
-            "precision": "int8",
-            "opset": trace_graphs.OPSET,
-            "provider": "cpu",
-            "layout": "packed",
-        }
-        records.append({**int8, **bundle.describe_file(folder / "int8.onnx")})
+        records.append(describe("int8.onnx", layout="packed", precision="int8", provider="cpu"))
     if (folder / "fp16.onnx").is_file():
-        fp16 = {
-            "precision": "fp16",
-            "opset": trace_graphs.OPSET,
-            "provider": "cuda",
-            "layout": "packed",
-        }
-        fp16["weights"] = bundle.describe_file(folder / HALF_WEIGHTS)
         proto = onnx.load(folder / "fp16.onnx", load_external_data=False)
-        fp16["attention_bias"] = trace_graphs.has_attention_bias(proto)
-        records.append({**fp16, **bundle.describe_file(folder / "fp16.onnx")})
+        half = {
+            "precision": "fp16",
+            "provider": "cuda",
+            "weights": bundle.describe_file(folder / HALF_WEIGHTS),
+            "attention_bias": trace_graphs.has_attention_bias(proto),
+        }
+        records.append(describe("fp16.onnx", layout="packed", **half))
     return records
 
 
