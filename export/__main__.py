@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Export, and print each step. Returns the exit status."""
-    os.environ.setdefault(
-        "OMP_WAIT_POLICY", "PASSIVE"
-    )  # waiting threads of torch take no processor
+    # Waiting threads of torch take no processor.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     checkpoint = arguments.parser().parse_args(argv).checkpoint  # before slow imports
     try:
         return export(argv)

@@ -77,7 +77,7 @@ def _made_texts(tokenizer: tokenizers.Tokenizer) -> Iterator[str]:
 
 
 class Inputs(Mapping[str, Floats]):
-    """Inputs [T, K] by name, each in a file, since those of a large encoder take gigabytes together."""
+    """Inputs [T, K] by name, each in a file, since the inputs of a large encoder take gigabytes together."""
 
     def __init__(self, folder: Path, widths: Mapping[str, int]) -> None:
         self._widths = widths

@@ -36,9 +36,8 @@ LINK = re.compile(
 )
 HOST_NAME = r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*"  # in lower case; the port does not matter
 LINK_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
-LEAST_FOR_PROCESSES = (
-    448 * 2**20
-)  # bytes of memory below which HTTP and inference share one process
+# Bytes of memory below which HTTP and inference share one process.
+LEAST_FOR_PROCESSES = 448 * 2**20
 MOST_UDS_BYTES = 107  # which the kernel keeps with a terminator in 108
 
 RootDialect = Literal["native", "hf", "infinity", "openai", "tei"]

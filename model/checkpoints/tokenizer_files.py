@@ -35,7 +35,7 @@ SWITCHES = {
     *("do_lower_case", "strip_accents", "tokenize_chinese_chars", "keep_accents"),
     *("split_by_punct", "add_prefix_space", "trim_offsets"),
 }
-# Settings that replace those of a BertNormalizer, and their names there.
+# Settings that replace the settings of a BertNormalizer, and their names there.
 OVERRIDES = {
     "do_lower_case": "lowercase",
     "strip_accents": "strip_accents",

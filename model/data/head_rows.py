@@ -18,10 +18,8 @@ from service.core.data_files import sources
 LOGGER = logging.getLogger(__name__)
 SINGLE_LABEL: bundle.ProblemType = "single_label_classification"
 BALANCED = "balanced"
-PAIRED = (
-    "embedding",
-    "sparse-embedding",
-)  # tasks that learn from related texts, or from pairs with a score
+# Tasks that learn from related texts, or from pairs with a score.
+PAIRED = ("embedding", "sparse-embedding")
 SCALE = 20.0  # factor of cosines before a softmax
 
 

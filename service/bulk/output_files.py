@@ -57,7 +57,7 @@ class Output(NamedTuple):
 
 
 def result_columns(suffix: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the columns of results, which differ from those of the input."""
+    """Return the names of the columns of results, which differ from the names of the input's columns."""
     added, number = OUTPUTS[suffix], 1
     while {*added} & {name.strip() for name in names}:
         number += 1

@@ -34,7 +34,7 @@ REPORT_S = 10.0  # between two lines of progress
 
 
 class Counts(NamedTuple):
-    """The rows of a run, and those of them with an error."""
+    """The number of rows of a run, and of its rows with an error."""
 
     rows: int
     failed: int

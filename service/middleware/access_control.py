@@ -25,9 +25,8 @@ OPEN = frozenset({"/", "/docs", "/openapi.json", LIVE})
 HEALTH = "/health/"
 OPEN_BELOW = (HEALTH, "/v2/health/", "/static/")
 METRICS = "/metrics"
-MEASURES = frozenset(
-    {METRICS, LIVE_EVENTS}
-)  # need the permission "metrics", or have a port of their own
+# Paths that need the permission "metrics", or have a port of their own.
+MEASURES = frozenset({METRICS, LIVE_EVENTS})
 KEY_HEADERS = ("api-key", "x-api-key")  # of clients of other servers
 ADMIN = "/admin"
 ADMIN_BELOW = (f"{ADMIN}/", "/v2/repository/models/")

@@ -23,9 +23,8 @@ from service.scheduling.entries import Entry, EntryOutcome, Outcome
 
 log = structlog.get_logger()
 
-PART_BYTES = (
-    2**20
-)  # of outputs in one message, which a process copies in one turn of its event loop
+# Of outputs in one message, which a process copies in one turn of its event loop.
+PART_BYTES = 2**20
 
 
 class HttpPeer(Peer):
