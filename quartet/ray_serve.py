@@ -50,7 +50,7 @@ def build(options: Options) -> serve.Application:
     scaling = {
         "min_replicas": options.min_replicas,
         "max_replicas": options.max_replicas,
-        "look_back_period_s": 3,
+        "look_back_period_s": 11,  # Ray wants more than its interval of 10 s
         "policy": {"policy_function": ScaleByWait, "policy_kwargs": {"wait_s": options.wait_s}},
     }
     deployment = Quartet.options(  # type: ignore[attr-defined]
