@@ -20,6 +20,8 @@ SUFFIXES = {
     "fill-mask": "ForMaskedLM",
     "embedding": "Model",
 }
+# Names of families in their original code, before transformers had them.
+ORIGINAL_NAMES = {"new": "gte"}
 
 
 @dataclass(frozen=True)

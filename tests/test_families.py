@@ -2,6 +2,8 @@
 that transformers wrote is exported, in all its graphs, and served with transformers' answers.
 """
 
+import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -14,6 +16,7 @@ import pytest
 import torch
 import transformers
 from onnx import TensorProto
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor, nn
@@ -124,6 +127,16 @@ CASES = {
         "nomic_bert",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}, "type_vocab_size": 3},
     ),
+    "gte": Case("gte"),
+    "gte, scaled": Case(
+        "gte",
+        {
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 50.0, "factor": 1.5},
+            "type_vocab_size": 2,
+            "pad_token_id": 3,
+        },
+    ),
+    "gte, no segments": Case("gte", {"type_vocab_size": 0}),
     "deberta": Case("deberta", {"position_biased_input": False, **RELATIVE}),
     "deberta, with all": Case(
         "deberta",
@@ -156,7 +169,11 @@ TASKS = {
     "qa": transformers.AutoModelForQuestionAnswering,
 }
 LABELS = {0: "A", 1: "B", 2: "C"}
-NOT_THERE = {("nomic_bert", "qa")}  # in transformers
+NOT_THERE = {("nomic_bert", "qa"), ("gte", "qa")}  # in transformers
+
+
+# Families whose reference takes token types.
+SEGMENTED = {"bert", "albert", "electra", "nomic_bert", "gte", "deberta", "deberta-v2"}
 
 
 def sample(case: Case, lengths: Any = LENGTHS["mixed"], seed: int = 0) -> Packed:
@@ -182,7 +199,7 @@ def asked(case: Case, packed: Packed) -> dict[str, Tensor]:
     arguments = theirs(packed)
     mask = arguments["attention_mask"].bool()
     arguments["input_ids"][~mask] = config.pad_token_id
-    if case.model_type not in ("bert", "albert", "electra", "nomic_bert", "deberta", "deberta-v2"):
+    if case.model_type not in SEGMENTED:
         del arguments["token_type_ids"]
     return arguments
 
@@ -280,6 +297,35 @@ def test_a_head_that_transformers_has_not(model_type, task, tmp_path):
     packed = ours(sample(CASES[model_type]))
     with torch.no_grad():
         assert torch.equal(again(*packed)[task], model(*packed)[task])
+
+
+def test_the_original_layout_of_gte(tmp_path):
+    """The first checkpoints have other names, and scale the rotations by the NTK rule of their own code."""
+    peer = perturb(TASKS["classification"].from_config(CASES["gte"].config(num_labels=3)))
+    peer.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    former = {re.sub(r"^gte\.", "new.", name): tensor for name, tensor in tensors.items()}
+    save_file(former, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["rope_parameters"]
+    config |= {
+        "model_type": "new",
+        "architectures": ["NewForSequenceClassification"],
+        "auto_map": {"AutoModel": "Alibaba-NLP/new-impl--modeling.NewModel"},
+        "position_embedding_type": "rope",
+        "rope_theta": 20,
+        "rope_scaling": {"type": "ntk", "factor": 8.0},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = reader.load_model(tmp_path)
+    size, factor = 8, 8.0
+    frequencies = 1 / (20 * factor) ** (torch.arange(0, size, 2) / size) / factor ** (2 / size)
+    peer.gte.rotary_emb.inv_freq.copy_(frequencies)
+    packed = sample(CASES["gte"], [60, 3])
+    with torch.no_grad():
+        expected = peer(**asked(CASES["gte"], packed)).logits
+        found = model(*ours(packed))["classification"]
+    torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
 def test_nomic_bert_drops_where_transformers_does():

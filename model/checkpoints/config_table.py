@@ -10,6 +10,7 @@ from typing import Any
 
 from model.checkpoints.errors import CheckpointError
 from model.checkpoints.settings_table import Setting, SettingsFile, honored, no_effect, refused
+from model.config import ORIGINAL_NAMES
 
 
 def _file(families: str, *settings: Setting) -> SettingsFile:
@@ -168,6 +169,19 @@ NOMIC_BERT = _file(
     ),
     *no_effect("resid_pdrop", "attn_pdrop", "embd_pdrop", note=TRAINING),
 )
+GTE = _file(
+    "gte, new",
+    *SHAPE,
+    *SEGMENTS,
+    *CLASSIFIER_DROPOUT,
+    *honored("rope_parameters", "rope_scaling", "rope_theta", "head_dim"),
+    *honored(
+        *("position_embedding_type", "layer_norm_type", "logn_attention_scale", "pack_qkv"),
+        note="a setting of the family's original code",
+    ),
+    *no_effect("logn_attention_clip1", "use_memory_efficient_attention", note=RUNTIME),
+    *no_effect("unpad_inputs", note=RUNTIME),
+)
 DEBERTA_SETTINGS = (
     *SHAPE,
     *SEGMENTS,
@@ -192,7 +206,7 @@ DEBERTA_V2 = _file(
 
 CONFIG_TABLES = (
     *(ALL, BERT, ROBERTA, DISTILBERT, ALBERT, ELECTRA, MPNET),
-    *(MODERNBERT, NOMIC_BERT, DEBERTA, DEBERTA_V2),
+    *(MODERNBERT, NOMIC_BERT, GTE, DEBERTA, DEBERTA_V2),
 )
 OF_FAMILY: Mapping[str, SettingsFile] = {
     "bert": BERT,
@@ -205,6 +219,7 @@ OF_FAMILY: Mapping[str, SettingsFile] = {
     "mpnet": MPNET,
     "modernbert": MODERNBERT,
     "nomic_bert": NOMIC_BERT,
+    "gte": GTE,
     "deberta": DEBERTA,
     "deberta-v2": DEBERTA_V2,
 }
@@ -212,7 +227,7 @@ OF_FAMILY: Mapping[str, SettingsFile] = {
 
 def tables_of(model_type: str) -> Sequence[SettingsFile]:
     """Return the tables of a family's `config.json`; only the common one for a family that Quartet does not have."""
-    own = OF_FAMILY.get(model_type)
+    own = OF_FAMILY.get(ORIGINAL_NAMES.get(model_type, model_type))
     return (ALL,) if own is None else (ALL, own)
 
 
@@ -224,7 +239,10 @@ def check_config(path: Path, document: Any) -> None:
         value = document.get(name)
         if value is not None and not is_valid(value):
             raise CheckpointError(f"{path}: {name} = {value!r} must be {expected}")
-    for table in tables_of(document.get("model_type", "bert")):
+    common, *own = tables_of(document.get("model_type", "bert"))
+    own_names = {setting.name for table in own for setting in table.settings}
+    common.check(path, {name: document[name] for name in document.keys() - own_names})
+    for table in own:
         table.check(path, document)
 
 

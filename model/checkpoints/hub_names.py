@@ -138,10 +138,22 @@ def check_numbers(name: str, tensor: Tensor, where: str) -> None:
         raise CheckpointError(f"{where}: {name} has numbers that are not finite (NaN or infinity)")
 
 
+# Names in old files and in the original code of GTE, and the current ones: of tensors, and of classes.
+RENAMED = {
+    r"LayerNorm\.gamma$": "LayerNorm.weight",
+    r"LayerNorm\.beta$": "LayerNorm.bias",
+    r"^new\.": "gte.",
+    r"^New(?=Model|For)": "Gte",
+}
+
+
+def modern_name(name: str) -> str:
+    """Return the current name of a tensor or a class."""
+    for old, current in RENAMED.items():
+        name = re.sub(old, current, name)
+    return name
+
+
 def modern_names(state: Mapping[str, Tensor]) -> Tensors:
-    """Rename `gamma` and `beta` of old files to a norm's `weight` and `bias`."""
-    new = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
-    return {
-        re.sub(r"LayerNorm\.(gamma|beta)$", lambda m: new[m.group()], k): v
-        for k, v in state.items()
-    }
+    """Return tensors by their current names."""
+    return {modern_name(name): tensor for name, tensor in state.items()}

@@ -32,6 +32,7 @@ from model.checkpoints.hub_names import (
     encoder_names,
     from_hub,
     joint_names,
+    modern_name,
     modern_names,
     names_on_hub,
     pooler_names,
@@ -122,7 +123,7 @@ def read_heads(folder: Path, task: bundle.Task | None = None) -> dict[str, bundl
     tasks = {family.architecture_of(task): task for task in SUFFIXES}
     if "pretraining" not in family.make_heads:  # ELECTRA's has no masked language model
         tasks[family.architecture + PRETRAINING] = "fill-mask"
-    architecture = (config.get("architectures") or [family.architecture_of("embedding")])[0]
+    architecture = _read_architectures(config)[0] or family.architecture_of("embedding")
     if architecture == FIRST_COLBERT:
         raise CheckpointError(
             f"{config_file(folder)}: architecture {architecture} cannot be read: load it with sentence-transformers'"
@@ -147,6 +148,11 @@ def read_heads(folder: Path, task: bundle.Task | None = None) -> dict[str, bundl
             f"{folder}: modules.json is missing: late interaction needs the files of a MultiVectorEncoder or of PyLate"
         )
     return {task: _read_head(task, config, folder)}
+
+
+def _read_architectures(config: Mapping[str, Any]) -> list[str]:
+    """Return the current names of the classes in `architectures`; one empty name if there are none."""
+    return [modern_name(name) for name in config.get("architectures") or [""]]
 
 
 def _read_head(task: str, config: Mapping[str, Any], folder: Path) -> bundle.Head:
@@ -185,7 +191,7 @@ def has_heads(folder: Path) -> bool:
         return True
     family = family_of(read_config(folder))
     ours = {family.architecture_of(task) for task in SUFFIXES.keys() - {"embedding", "fill-mask"}}
-    return bool(ours & {*(read_json(config_file(folder)).get("architectures") or [])})
+    return bool(ours & {*_read_architectures(read_json(config_file(folder)))})
 
 
 def read_teachers(source: str | Path) -> list[str]:

@@ -125,17 +125,22 @@ def read_theta(rope: Mapping[str, Any], default: float | None) -> float | None:
             "rotations that change with the length are not supported"
         )
     if unknown := sorted(rope.keys() - {"rope_type", "type", "rope_theta"}):
-        raise ValueError(f"rope_parameters: {unknown[0]} = {rope[unknown[0]]!r} is not supported")
+        raise ValueError(
+            f"rope_parameters (or rope_scaling): {unknown[0]} = {rope[unknown[0]]!r} is not supported"
+        )
     return rope.get("rope_theta", default)
 
 
-def rope_frequencies(size: int, theta: float, device: torch.device | None = None) -> Tensor:
-    """Return the RoPE frequencies, `[D / 2]` radians per token, of each pair of a head's dimensions.
+def rope_frequencies(
+    size: int, theta: float, device: torch.device | None = None, factor: float = 1.0
+) -> Tensor:
+    """Return the RoPE frequencies / factor, `[D / 2]` radians per token, of each pair of a head's dimensions.
 
     Python computes them, so that a traced graph has the same ones: the last bit of a frequency is 3e-5 radians after
     500 tokens, which large queries and keys turn into 2e-3 of attention's output.
     """
-    return torch.tensor([theta ** (-place / size) for place in range(0, size, 2)], device=device)
+    frequencies = [theta ** (-place / size) / factor for place in range(0, size, 2)]
+    return torch.tensor(frequencies, device=device)
 
 
 def slow_dimensions(size: int, theta: float, reach: int) -> list[int]:
@@ -145,9 +150,9 @@ def slow_dimensions(size: int, theta: float, reach: int) -> list[int]:
     return [*pairs, *(pair + size // 2 for pair in pairs)]
 
 
-def rotation(position_ids: Tensor, size: int, theta: float) -> Rotation:
+def rotation(position_ids: Tensor, size: int, theta: float, factor: float = 1.0) -> Rotation:
     """Return the rotation of each pair of a head's dimensions at each position [T], from fast to slow."""
-    frequencies = rope_frequencies(size, theta, position_ids.device)  # [D / 2]
+    frequencies = rope_frequencies(size, theta, position_ids.device, factor)  # [D / 2]
     angles = position_ids[:, None, None].float() * frequencies  # [T, 1, D / 2]
     return angles.cos(), angles.sin()
 

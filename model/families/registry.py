@@ -1,11 +1,12 @@
 """The table of all encoder families."""
 
-from model.config import BertConfig
+from model.config import ORIGINAL_NAMES, BertConfig
 from model.families.albert import ALBERT
 from model.families.bert_names import BERT
 from model.families.deberta import DEBERTA, DEBERTA_V2
 from model.families.distilbert import DISTILBERT
 from model.families.electra import ELECTRA
+from model.families.gte import GTE
 from model.families.modernbert import MODERNBERT
 from model.families.mpnet import MPNET
 from model.families.nomic_bert import NOMIC_BERT
@@ -25,6 +26,7 @@ FAMILIES: dict[str, Family] = {
         MPNET,
         MODERNBERT,
         NOMIC_BERT,
+        GTE,
         DEBERTA,
         DEBERTA_V2,
     )
@@ -38,6 +40,7 @@ def family_of(config: BertConfig) -> Family:
 
 def family_named(model_type: str) -> Family:
     """Return the family of a `model_type`. Raises ValueError with the known ones."""
-    if model_type not in FAMILIES:
+    family = FAMILIES.get(ORIGINAL_NAMES.get(model_type, model_type))
+    if family is None:
         raise ValueError(f"model_type {model_type!r} is none of {', '.join(FAMILIES)}")
-    return FAMILIES[model_type]
+    return family

@@ -15,7 +15,7 @@ from model.checkpoints.config_table import KINDS, check_config, tables_of
 from model.checkpoints.errors import CheckpointError
 from tests.parity.test_config_settings import save
 
-FAMILIES = ("bert", "distilbert", "modernbert", "nomic_bert", "deberta-v2")
+FAMILIES = ("bert", "distilbert", "modernbert", "nomic_bert", "gte", "deberta-v2")
 LEAVES = st.none() | st.booleans() | st.integers(-3, 200) | st.floats() | st.text(max_size=3)
 VALUES = st.recursive(
     LEAVES,

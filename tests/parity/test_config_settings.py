@@ -170,6 +170,15 @@ REFUSED_VALUES: list[tuple[str, str, Any]] = [
     ("nomic_bert", "rope_scaling", {"rope_type": "linear", "factor": 2.0}),
     ("nomic_bert", "rope_parameters", {"rope_theta": 5.0, "partial_rotary_factor": 0.5}),
     ("nomic_bert", "head_dim", 16),
+    ("gte", "hidden_act", "silu"),
+    ("gte", "position_embedding_type", "absolute"),
+    ("gte", "layer_norm_type", "rms_norm"),
+    ("gte", "logn_attention_scale", True),
+    ("gte", "pack_qkv", False),
+    ("gte", "rope_parameters", {"rope_type": "dynamic", "rope_theta": 5.0, "factor": 2.0}),
+    ("gte", "rope_parameters", {"rope_type": "linear", "rope_theta": 5.0, "factor": 0.5}),
+    ("gte", "rope_scaling", {"type": "ntk", "factor": 8.0, "mixed_b": 0.9}),
+    ("gte", "head_dim", 16),
     ("deberta", "pooler_hidden_size", 16),
     ("deberta-v2", "attention_head_size", 4),
     ("deberta-v2", "pos_att_type", ["p2p"]),
@@ -223,7 +232,7 @@ def assert_same_logits(folder: Path, model_type: str) -> torch.Tensor:
     arguments["input_ids"][arguments["attention_mask"] == 0] = pad
     model = reader.load_model(folder)
     ids, types, *rest = ours(packed)
-    segments = ("bert", "albert", "electra", "nomic_bert", "deberta", "deberta-v2")
+    segments = ("bert", "albert", "electra", "nomic_bert", "gte", "deberta", "deberta-v2")
     if model_type not in segments or model.config.type_vocab_size < 2:
         types = torch.zeros_like(types)
         del arguments["token_type_ids"]
