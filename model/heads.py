@@ -116,10 +116,11 @@ class SparseEmbedding(nn.Module):
         """`[T, H]` and the embedding table `[V, E]` -> `[B, V]`."""
         slots = to_slots(self.masked_lm.transform(hidden_states), layout)  # [B, S, E]
         bias, parts = self.masked_lm.bias, []
-        for start in range(0, len(bias), VOCABULARY_PART):
+        for start in range(0, len(word_embeddings), VOCABULARY_PART):
             part = slice(start, start + VOCABULARY_PART)
+            own = None if bias is None else bias[part]  # [part]
             # [B * S, E] and [part, E] -> [B * S, part]
-            logits = F.linear(slots.flatten(0, 1), word_embeddings[part], bias[part])
+            logits = F.linear(slots.flatten(0, 1), word_embeddings[part], own)
             # Padding slots contain the sequence's own first token, which does not change the maximum.
             parts.append(logits.view(*slots.shape[:2], -1).amax(dim=1))  # [B, part]
         return torch.cat(parts, dim=1)  # [B, V]

@@ -60,8 +60,11 @@ def save_beside(
     config = transformers.AutoConfig.for_model(
         model_type,
         vocab_size=tokenizer.get_vocab_size(),
-        pad_token_id=tokenizer.token_to_id(family.special_tokens["pad"]),
-        **fields,
+        **{
+            "pad_token_id": tokenizer.token_to_id(family.special_tokens["pad"]),
+            "tie_word_embeddings": True,
+            **fields,
+        },
     )
     torch.manual_seed(0)
     model = perturb(kind.from_config(config), scale=0.2)

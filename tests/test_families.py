@@ -73,6 +73,7 @@ THIRD = {
     "norm_rel_ebd": "layer_norm",
     "share_att_key": True,
 }
+EURO = {"pad_token_id": 1, "tie_word_embeddings": True}
 CASES = {
     "bert": Case("bert"),
     "bert, wide": Case("bert", {"hidden_size": 48, "num_attention_heads": 2, "type_vocab_size": 3}),
@@ -137,6 +138,28 @@ CASES = {
         },
     ),
     "gte, no segments": Case("gte", {"type_vocab_size": 0}),
+    "eurobert": Case("eurobert", EURO),
+    "eurobert, grouped": Case(
+        "eurobert",
+        {
+            **EURO,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "classifier_pooling": "mean",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 250.0},
+        },
+    ),
+    "eurobert, biased": Case(
+        "eurobert",
+        {
+            **EURO,
+            "num_key_value_heads": 1,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "classifier_pooling": "bos",
+            "rms_norm_eps": 0.1,
+        },
+    ),
     "deberta": Case("deberta", {"position_biased_input": False, **RELATIVE}),
     "deberta, with all": Case(
         "deberta",
@@ -169,7 +192,7 @@ TASKS = {
     "qa": transformers.AutoModelForQuestionAnswering,
 }
 LABELS = {0: "A", 1: "B", 2: "C"}
-NOT_THERE = {("nomic_bert", "qa"), ("gte", "qa")}  # in transformers
+NOT_THERE = {("nomic_bert", "qa"), ("gte", "qa"), ("eurobert", "qa")}  # in transformers
 
 
 # Families whose reference takes token types.
@@ -283,6 +306,29 @@ def test_heads(case, task, tmp_path):
         repeated = again(**asked(case, packed))
     for one, other in zip(expected.to_tuple(), repeated.to_tuple(), strict=True):
         torch.testing.assert_close(one, other, **TOLERANCE)
+
+
+@every_case
+def test_gradients(case, tmp_path):
+    """The gradient of every parameter equals transformers' gradient."""
+    peer = perturb(TASKS["ner"].from_config(case.config(num_labels=3, id2label=LABELS)))
+    peer.save_pretrained(tmp_path)
+    model, packed = reader.load_model(tmp_path), sample(case)
+    # transformers does not train the embedding of padding
+    packed.input_ids[packed.input_ids == model.config.pad_token_id] = 5
+    found = model(*ours(packed))["ner"]
+    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(0)) / len(found)
+    (found * weights).sum().backward()
+    (real(peer(**asked(case, packed)).logits, packed) * weights).sum().backward()
+    for parameter in (*model.parameters(), *peer.parameters()):
+        own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        parameter.data = own
+    peer.save_pretrained(
+        tmp_path
+    )  # the gradients in place of the parameters, under the hub's names
+    gradients = dict(reader.load_model(tmp_path).named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter, gradients[name], **TOLERANCE, msg=name)
 
 
 @pytest.mark.parametrize(("model_type", "task"), sorted(NOT_THERE))
@@ -631,7 +677,7 @@ every_family = pytest.mark.parametrize(
     [pytest.param(name, marks=() if name in SOON else pytest.mark.slow) for name in FAMILIES],
 )
 MIXED = [200, 1, 9, 37, 2, 90]
-PRE_NORM = {"modernbert"}
+PRE_NORM = {"modernbert", "eurobert"}
 BIASED = {"mpnet", "deberta", "deberta-v2", "modernbert"}  # with an attention bias
 OUTPUTS = ("classification", "fill-mask")
 

@@ -182,6 +182,20 @@ GTE = _file(
     *no_effect("logn_attention_clip1", "use_memory_efficient_attention", note=RUNTIME),
     *no_effect("unpad_inputs", note=RUNTIME),
 )
+LLAMA_SETTINGS = (
+    *SIZES,
+    *ACTIVATION,
+    *honored("rms_norm_eps", "num_key_value_heads", "head_dim", "attention_bias"),
+    *honored("rope_parameters", "rope_scaling", "rope_theta"),
+    *no_effect("attention_dropout", note=TRAINING),
+)
+EUROBERT = _file(
+    "eurobert",
+    *LLAMA_SETTINGS,
+    *honored("mlp_bias", "classifier_pooling"),
+    *no_effect("mask_token_id", note="the tokenizer's files contain this token"),
+    *no_effect("pretraining_tp", note=RUNTIME),
+)
 DEBERTA_SETTINGS = (
     *SHAPE,
     *SEGMENTS,
@@ -206,7 +220,7 @@ DEBERTA_V2 = _file(
 
 CONFIG_TABLES = (
     *(ALL, BERT, ROBERTA, DISTILBERT, ALBERT, ELECTRA, MPNET),
-    *(MODERNBERT, NOMIC_BERT, GTE, DEBERTA, DEBERTA_V2),
+    *(MODERNBERT, NOMIC_BERT, GTE, EUROBERT, DEBERTA, DEBERTA_V2),
 )
 OF_FAMILY: Mapping[str, SettingsFile] = {
     "bert": BERT,
@@ -220,6 +234,7 @@ OF_FAMILY: Mapping[str, SettingsFile] = {
     "modernbert": MODERNBERT,
     "nomic_bert": NOMIC_BERT,
     "gte": GTE,
+    "eurobert": EUROBERT,
     "deberta": DEBERTA,
     "deberta-v2": DEBERTA_V2,
 }

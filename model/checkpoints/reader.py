@@ -345,7 +345,7 @@ def _fill_parts(parts: Mapping[Path, tuple[nn.Module, Tensors]]) -> None:
         for name, child in part.named_children():
             names = within(pretraining_names(family_of(part.config)), name)
             wanted, present = set(to_hub(child, names)), weights.keys()
-            if name in REQUIRED_PARTS and present.isdisjoint(wanted):
+            if name in REQUIRED_PARTS and wanted and present.isdisjoint(wanted):
                 raise CheckpointError(f"{folder} has no {REQUIRED_PARTS[name]}")
             if name != "next_sentence" or present >= wanted:
                 fill(child, weights, names, folder)

@@ -6,6 +6,7 @@ from model.families.bert_names import BERT
 from model.families.deberta import DEBERTA, DEBERTA_V2
 from model.families.distilbert import DISTILBERT
 from model.families.electra import ELECTRA
+from model.families.eurobert import EUROBERT
 from model.families.gte import GTE
 from model.families.modernbert import MODERNBERT
 from model.families.mpnet import MPNET
@@ -27,6 +28,7 @@ FAMILIES: dict[str, Family] = {
         MODERNBERT,
         NOMIC_BERT,
         GTE,
+        EUROBERT,
         DEBERTA,
         DEBERTA_V2,
     )

@@ -1,0 +1,263 @@
+"""EuroBERT (Boizard et al. 2025): Llama's layers with attention in both directions, for European languages.
+
+Differences from ModernBERT: norms divide by the root mean square and subtract nothing (RMSNorm, Zhang and Sennrich
+2019), the embeddings are not normalized, all layers have global attention, and several heads of queries may share one
+head of keys and values. A text's logits are the mean of its tokens' logits.
+
+Shapes as in `model/bert.py`; K heads of keys and values.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.attention import FULL, PackedLayout
+from model.bert import Bert
+from model.config import BertConfig
+from model.families.bert_names import BERT
+from model.families.modernbert import (
+    ModernBertFeedForward,
+    ModernBertSelfAttention,
+    Rotation,
+    read_theta,
+    rotation,
+)
+from model.pooling import first_tokens, mean_tokens
+
+
+@dataclass(frozen=True)
+class LlamaConfig(BertConfig):
+    """The fields of Llama's descendants. head_dim: D, by default H / N; num_key_value_heads: K, by default N"""
+
+    words: ClassVar[Mapping[str, str | None]] = {
+        "hidden_dropout_prob": None,
+        "attention_probs_dropout_prob": "attention_dropout",
+        "layer_norm_eps": "rms_norm_eps",
+        "type_vocab_size": None,
+    }
+    activations: ClassVar[tuple[str, ...]] = ("silu",)
+
+    hidden_act: str = "silu"
+    hidden_dropout_prob: float = 0.0
+    attention_probs_dropout_prob: float = 0.0
+    type_vocab_size: int = 0
+    layer_norm_eps: float = 1e-6
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    rope_theta: float = 10_000.0
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value in (
+            ("num_key_value_heads", self.num_attention_heads),
+            ("head_dim", self.hidden_size // self.num_attention_heads),
+        ):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        if self.num_attention_heads % self.num_key_heads:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of"
+                f" num_key_value_heads {self.num_key_heads}"
+            )
+        if self.head_size % 2:
+            raise ValueError(f"head_dim {self.head_size} is odd: rotary positions need pairs")
+
+    @property
+    def head_size(self) -> int:
+        assert self.head_dim is not None
+        return self.head_dim
+
+    @property
+    def num_key_heads(self) -> int:
+        assert self.num_key_value_heads is not None
+        return self.num_key_value_heads
+
+    def theta_of(self, layer: int) -> float:
+        return self.rope_theta
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> Self:
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        return super().from_dict(
+            {**config, "rope_theta": read_theta(rope, config.get("rope_theta"))}
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the content of `config.json`. The output matrix of a masked language model is always tied here."""
+        fields = super().to_dict()
+        del fields["position_embedding_type"]
+        rope = {"rope_type": "default", "rope_theta": fields.pop("rope_theta")}
+        return {**fields, "rope_parameters": rope, "tie_word_embeddings": True}
+
+
+@dataclass(frozen=True)
+class EuroBertConfig(LlamaConfig):
+    """Defaults are the values of transformers; the 210m model has 250,000 for rope_theta."""
+
+    model_type: ClassVar[str] = "eurobert"
+
+    vocab_size: int = 128256
+    max_position_embeddings: int = 8192
+    layer_norm_eps: float = 1e-5
+    pad_token_id: int = 128001
+    # How tokens become a text's logits: the mean of their logits (late), or logits of their mean or of the first token.
+    classifier_pooling: str = "late"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.classifier_pooling not in ("late", "mean", "bos"):
+            raise ValueError(f"classifier_pooling {self.classifier_pooling!r}: late, mean or bos")
+
+
+# -- parts that Llama's descendants share ------------------------------------------------------------------------------
+
+
+class RMSNorm(nn.Module):
+    """Divide each row by its root mean square, and multiply by weights: `[..., W]` -> `[..., W]`."""
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))  # [W]
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean_square = x.float().square().mean(dim=-1, keepdim=True)  # [..., 1]
+        scaled = x.float() * torch.rsqrt(mean_square + self.eps)  # [..., W]
+        return self.weight * scaled.to(x.dtype)  # [..., W]
+
+
+class WordEmbeddings(nn.Module):
+    """Token embeddings alone: `[T]` -> `[T, H]`. Attention adds positions."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.word = nn.Embedding(config.vocab_size, config.hidden_size)  # [V, H]
+
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor, position_ids: Tensor) -> Tensor:
+        return self.word(input_ids)  # [T, H]
+
+
+class LlamaLayer(nn.Module):
+    """One layer, pre-norm: each half reads the normalized residual stream, and adds to it."""
+
+    mask = FULL
+    make_attention: type[nn.Module] = ModernBertSelfAttention
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden_size, config.layer_norm_eps)
+        self.attention = self.make_attention(config, self.mask)
+        self.feed_forward_norm = RMSNorm(config.hidden_size, config.layer_norm_eps)
+        self.feed_forward = ModernBertFeedForward(config)
+
+    def forward(self, x: Tensor, layout: PackedLayout, by: Rotation) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), layout, by)  # [T, H]
+        return x + self.feed_forward(self.feed_forward_norm(x))  # [T, H]
+
+
+class Llama(Bert):
+    """The encoder. `input_ids`, `token_type_ids`, `position_ids` [T] -> last hidden state [T, H]."""
+
+    make_embeddings = WordEmbeddings
+    make_layer = LlamaLayer
+    has_pooler = False
+
+    def __init__(self, config: LlamaConfig, pooler: bool = True):
+        super().__init__(config, pooler)
+        self.norm = RMSNorm(config.hidden_size, config.layer_norm_eps)
+
+    def shared_inputs(self, position_ids: Tensor, layout: PackedLayout) -> Rotation:
+        """The rotations of all positions."""
+        return rotation(position_ids, self.config.head_size, self.config.rope_theta)
+
+    def forward(self, *inputs: Any) -> Tensor:
+        return self.norm(super().forward(*inputs))  # [T, H]
+
+
+# -- heads ------------------------------------------------------------------------------------------------------------
+
+
+class EuroBertSequenceClassification(nn.Module):
+    """Dense, GELU and logits, of each token or of the pooled ones."""
+
+    def __init__(self, config: EuroBertConfig, num_labels: int):
+        super().__init__()
+        self.pooling = config.classifier_pooling
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.classifier = nn.Linear(config.hidden_size, num_labels)
+
+    def forward(self, hidden_states: Tensor, layout: PackedLayout) -> Tensor:
+        """`[T, H]` -> `[B, C]`"""
+        if self.pooling == "late":
+            return mean_tokens(self._logits(hidden_states), layout)  # [T, C] -> [B, C]
+        pool = first_tokens if self.pooling == "bos" else mean_tokens
+        return self._logits(pool(hidden_states, layout))  # [B, H] -> [B, C]
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return self.classifier(F.gelu(self.dense(x)))  # [..., C]
+
+
+class EuroBertMaskedLM(nn.Module):
+    """The word embeddings as the output matrix (tied), without a layer before; a bias where products have biases."""
+
+    def __init__(self, config: EuroBertConfig):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size)) if config.mlp_bias else None
+
+    def forward(self, hidden_states: Tensor, word_embeddings: Tensor) -> Tensor:
+        """Hidden states of masked tokens `[M, H]` and the embedding table `[V, H]` -> logits `[M, V]`."""
+        return F.linear(hidden_states, word_embeddings, self.bias)  # [M, V]
+
+    def transform(self, hidden_states: Tensor) -> Tensor:
+        """Return the vectors that the output matrix multiplies: `[M, H]` -> `[M, H]`."""
+        return hidden_states
+
+
+LLAMA_NAMES = {
+    r"embeddings\.word": ["embed_tokens"],
+    r"layers\.(\d+)\.attention_norm": [r"layers.\1.input_layernorm"],
+    r"layers\.(\d+)\.attention\.qkv": [rf"layers.\1.self_attn.{part}_proj" for part in "qkv"],
+    r"layers\.(\d+)\.attention\.output": [r"layers.\1.self_attn.o_proj"],
+    r"layers\.(\d+)\.feed_forward_norm": [r"layers.\1.post_attention_layernorm"],
+    r"layers\.(\d+)\.feed_forward\.up": [r"layers.\1.mlp.gate_proj", r"layers.\1.mlp.up_proj"],
+    r"layers\.(\d+)\.feed_forward\.down": [r"layers.\1.mlp.down_proj"],
+    r"norm": ["norm"],
+}
+
+EUROBERT = replace(
+    BERT,
+    config=EuroBertConfig,
+    encoder=Llama,
+    architecture="EuroBert",
+    prefix="model.",
+    encoder_names=LLAMA_NAMES,
+    heads={
+        "classification": {"dense": "dense", "classifier": "classifier"},
+        "ner": {"classifier": "classifier"},
+        "qa": {"qa_outputs": "qa_outputs"},
+    },
+    make_heads={
+        "classification": EuroBertSequenceClassification,
+        "masked_lm": EuroBertMaskedLM,
+    },
+    objectives={"masked_lm": "lm_head"},
+    mask_rate=0.5,
+    decoder="lm_head",
+    tokenizer="byte-level BPE",
+    special_tokens={
+        "cls": "<|begin_of_text|>",
+        "sep": "<|end_of_text|>",
+        "mask": "<|mask|>",
+        "pad": "<|pad|>",
+    },
+    frame=(
+        "<|begin_of_text|> $A <|end_of_text|>",
+        "<|begin_of_text|> $A <|end_of_text|> $B <|end_of_text|>",
+    ),
+)
