@@ -97,7 +97,7 @@ class EmbeddedService:
     def __init__(self, *bundles: str | Path, **settings: Any) -> None:
         logs.use_logging()
         self.settings = Settings(bundles=tuple(map(Path, bundles)) or find_bundles(), **settings)
-        self._metrics = metrics = Metrics(self.settings.keys)
+        self._metrics = metrics = Metrics()
         # A model is not opened in a process of its own first, because the program would get a child.
         open_engines = partial(open_local_engines, metrics, trial=no_trial)
         app = create_app(self.settings, open_engines, metrics)

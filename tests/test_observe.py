@@ -57,7 +57,7 @@ def labels(expression):
 
 @pytest.fixture(scope="module")
 def samples(tiny_bundle):
-    """The metrics of a service that has just started."""
+    """The metrics of a service that has answered a request."""
 
     async def scrape():
         metrics = Metrics()
@@ -68,6 +68,7 @@ def samples(tiny_bundle):
             app.router.lifespan_context(app),
             httpx.AsyncClient(transport=transport, base_url="http://quartet") as client,
         ):
+            await client.post("/embed", json={"inputs": "Ada"})
             return (await client.get("/metrics")).text
 
     page = asyncio.run(scrape())
@@ -90,7 +91,7 @@ def test_names_are_found(expression, found):
 
 @pytest.mark.parametrize("expression", [*expressions()])
 def test_what_is_watched_is_there(expression, samples):
-    """Every metric and label of the dashboard and the alerts is in a scrape of a fresh server."""
+    """Every metric and label of the dashboard and the alerts is in a scrape of a server that has answered."""
     known = {sample.name for sample in samples} | {"up"}
     told = {label for sample in samples for label in sample.labels} | PROMETHEUS
 

@@ -6,7 +6,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import cache, partial
 from pathlib import Path
 from sys import exception
-from typing import Any, get_args
+from typing import Any
 
 import orjson
 import structlog
@@ -24,7 +24,6 @@ from service.api import admin, openapi, token_routes
 from service.api.dialects.registry import DIALECTS, Paths
 from service.api.native_routes import Route, router
 from service.api.route_table import RouteTable
-from service.core.bundle import Task
 from service.engines.registry import Engines
 from service.errors import MethodNotAllowed, NotFound
 from service.middleware.access_control import LIVE, KeyCheck, access_checks
@@ -88,15 +87,7 @@ def create_app(settings: Settings, open_engines: OpenEngines, metrics: Recorder)
     service = Service(settings, metrics)
     of_dialects = [route for dialect in DIALECTS for route in dialect.router.routes]
     served = [*router.routes, *token_routes.router.routes, *of_dialects, *admin.router.routes]
-    of_models = {id(route) for route in (*router.routes, *token_routes.router.routes, *of_dialects)}
-    routes = {
-        route.path: id(route) in of_models and route.methods == {"POST"}
-        for route in served
-        if isinstance(route, Route)
-    }
-    # Series from the start on, for each model: for the routes of heads alone, since a page of all routes is long.
-    of_heads = {path for path, schema in openapi.REQUESTS.items() if schema.task in get_args(Task)}
-    metrics.expect({path: used for path, used in routes.items() if not used or path in of_heads})
+    routes = {route.path for route in served if isinstance(route, Route)}
     guards = access_checks(settings)
     lifecycle = RequestLifecycle(
         metrics=metrics,

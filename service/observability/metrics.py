@@ -1,12 +1,13 @@
 """The Prometheus metrics: names in base units, labels from small closed sets.
 
 `route` is a route's template and never the path that a client sent. `model` is the id of a served bundle, `tenant` is
-the name of a configured key, and `reason` is an error code. All series that are known at startup exist from the start
-with the value zero, so that a rate includes the first refusal.
+the name of a configured key, and `reason` is an error code. Counters of refusals, faults and failed self-tests exist
+from the start with the value zero, so that a rate includes the first one. All other series begin with their first
+observation, because a page of a hundred models would be long.
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -67,9 +68,6 @@ class Recorder(Protocol):
     def observe_answer(self, model: str, tenant: str, tokens: int, stages: Sequence[float]) -> None:
         """Record a request's tokens and the seconds per stage, for the stages of `STAGES` that it reached."""
 
-    def expect(self, routes: Mapping[str, bool]) -> None:
-        """Declare the routes; the value is whether requests to the route use a model."""
-
     async def page(self) -> bytes:
         """Return the metrics page in Prometheus's text format."""
 
@@ -78,12 +76,10 @@ class Recorder(Protocol):
 
 
 class Metrics:
-    """One process's metrics in a registry of their own; tenants: names of the keys, or "" if no key is configured."""
+    """One process's metrics in a registry of their own."""
 
-    def __init__(self, tenants: Iterable[str] = ()) -> None:
+    def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._tenants = [*tenants] or [""]
-        self._routes: dict[str, bool] = {}
         self._models: Callable[[], Mapping[str, Mapping[str, str]]] = dict
         self._load: Callable[[], Load] | None = None
         self._live = LiveView(lambda: self._load() if self._load else Load())
@@ -294,9 +290,6 @@ class Metrics:
         self._max_queue_seconds.set(max_queue_s)
         self._models = models
 
-    def expect(self, routes: Mapping[str, bool]) -> None:
-        self._routes.update(routes)
-
     def render(self) -> bytes:
         """Return the metrics page, of type `CONTENT_TYPE`."""
         self._update()
@@ -324,12 +317,10 @@ class Metrics:
         self._info.clear()
         for model, facts in models.items():
             self._info.labels(model=model, **facts).set(1)
-            self._begin(model)
-        for route, of_model in self._routes.items():
-            for model in models if of_model else [""]:
-                self._duration.labels(route, model, str(OK))
-                for priority in CLASSES if of_model else ():
-                    self._answers.labels(priority, route, model)
+            self._told.add(model)
+            self._poison.labels(model)
+            for outcome in OUTCOMES:
+                self._self_tests.labels(model, outcome)
 
     def forget_others(self, models: Collection[str]) -> None:
         """Remove the series of all models except these, unless there are none, so that they do not become too many."""
@@ -340,19 +331,6 @@ class Metrics:
             for family in self._of_models:
                 family.remove_by_labels({"model": model})
         self._told -= gone
-
-    def _begin(self, model: str) -> None:
-        """Create all series of a model."""
-        self._told.add(model)
-        self._stages_at(model)
-        batches = (self._queue_wait, self._inference, self._batch_tokens, self._size, self._padding)
-        for family in batches:
-            family.labels(model)
-        self._poison.labels(model)
-        for outcome in OUTCOMES:
-            self._self_tests.labels(model, outcome)
-        for tenant in self._tenants:
-            self._tokens.labels(model, tenant)
 
     async def page(self) -> bytes:
         return await self._page()

@@ -119,8 +119,7 @@ class HttpPeers:
         match request:
             case messages.Submit():
                 return await self._compute(request, entries(request, arrays), send_part)
-            case messages.Render(routes):
-                self._metrics.expect(routes)
+            case messages.Render():
                 return messages.Page(), await self._metrics.page()
             case messages.Watch():
                 await self._metrics.watch_live(partial(send_part, messages.Page()))

@@ -33,7 +33,7 @@ async def compute(
 
     Raises CannotStart if the bundles cannot be opened. If only a restart can help, the process ends at once.
     """
-    metrics = Metrics(settings.keys)
+    metrics = Metrics()
     async with AsyncExitStack() as stack:
         try:
             opening = open_device(settings, metrics)

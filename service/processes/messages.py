@@ -5,7 +5,7 @@ the requests, and sends a request's reply with the same number.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
@@ -52,9 +52,7 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class Render:
-    """Send the metrics page; routes: for each route, whether its requests use a model."""
-
-    routes: Mapping[str, bool]
+    """Send the metrics page."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,9 +129,9 @@ class RemoteDevice:
                 request.fail(error)
             is_previous_cancelled = request.future.cancelled()
 
-    async def page(self, routes: Mapping[str, bool]) -> bytes:
+    async def page(self) -> bytes:
         """Return the metrics page. Raises ReplicaLost."""
-        _, page = await self._open_peer().call(messages.Render(routes))
+        _, page = await self._open_peer().call(messages.Render())
         return page
 
     async def watch_live(self, send: Callable[[bytes], None]) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from service.observability import logs
@@ -20,7 +20,6 @@ class RemoteMetrics:
     def __init__(self, device: RemoteDevice) -> None:
         self._device = device
         self._calls: deque[tuple[str, tuple[Any, ...]]] = deque(maxlen=KEPT)
-        self._routes: dict[str, bool] = {}
         self._pushing = False
         self._lost_lines = 0  # number of lost log lines already sent
         self._page = SharedCall(self._fetch)
@@ -47,16 +46,13 @@ class RemoteMetrics:
             self._pushing = True
             asyncio.get_running_loop().call_later(PUSH_S, self._push)
 
-    def expect(self, routes: Mapping[str, bool]) -> None:
-        self._routes.update(routes)
-
     async def page(self) -> bytes:
         """Return the metrics page of all processes. Raises ReplicaLost if no inference process is available."""
         return await self._page()
 
     async def _fetch(self) -> bytes:
         self._push()
-        return await self._device.page(self._routes)
+        return await self._device.page()
 
     def _push(self) -> None:
         self._pushing = False

@@ -33,7 +33,7 @@ def serve_in_one_process(
     settings: Settings, listeners: Sequence[socket.socket], source: KeySource | None = None
 ) -> None:
     """Serve until SIGTERM; source: where API keys are reloaded from."""
-    metrics = Metrics(settings.keys)
+    metrics = Metrics()
     app = create_app(settings, partial(open_local_engines, metrics), metrics)
     SingleServer(app, settings, source).run([*listeners])
     log.info("stopped")

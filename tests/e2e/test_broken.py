@@ -73,7 +73,7 @@ def test_a_session_that_can_compute_nothing_is_noticed(tiny_bundle, tmp_path, li
     with serving(path) as server:
         (inference,) = children(server)["inference"]
         until(lambda: 'canary_runs_total{model="tiny@1",outcome="ok"}' in page(server))
-        assert 'quartet_batch_size_count{model="tiny@1"} 0.0' in page(server)
+        assert "quartet_batch_size_count" not in page(server)
         limit_memory(inference, 48)
         until(lambda: "the canary of tiny@1 failed" in problem(server), limit_s(3))
         until(lambda: inference not in children(server)["inference"])

@@ -405,7 +405,7 @@ async def test_the_metrics_tell_of_what_is_there(curated):
     await curated.release("2")
     page = curated.metrics.render().decode()
     for labels in ('model="tiny@1"', 'model="tiny@2"'):
-        assert f"quartet_batch_size_count{{{labels}}} 0.0" in page
+        assert f"quartet_poison_inputs_total{{{labels}}} 0.0" in page
     infos = [line for line in page.splitlines() if line.startswith("quartet_model_info{")]
     assert ["previous", "current"] == [re.findall('state="(.*?)"', info)[0] for info in infos]
     curated.metrics.observe_request("/embed", "tiny@1", 200, 0.5)
