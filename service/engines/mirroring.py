@@ -15,12 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import structlog
-from numpy.typing import NDArray
 
-from service.core.bundle import cosine
-from service.core.decode import AnswerSpan, LabelScore, TokenScore
+from service.core.agreement import same_answer
 from service.engines.engine import INLINE_TOKENS, Engine, EngineTask, Reply, Ticket
 from service.errors import Overloaded, QuartetError
 from service.keys import CLASSES
@@ -28,9 +25,6 @@ from service.scheduling.load import Load
 
 log = structlog.get_logger()
 
-CLOSE = 0.99  # two vectors with at least this cosine count as the same result
-NEAR = 0.05  # two scores that differ by at most this count as the same result
-CLOSE_INTEGERS = 0.9  # the cosine of their packed bits that follows from it
 PATIENCE_S = 10.0
 BULK = CLASSES.index("bulk")
 
@@ -101,7 +95,9 @@ class MirroredTraffic:
 def by_head(reply: Reply[Any], other: Reply[Any]) -> dict[str, list[tuple[Any, Any]]]:
     """Return the results of each input in both replies, by head; None for an input that failed."""
     pairs = [*zip(reply.results, other.results, strict=True)]
-    if not any(isinstance(one, dict) for one in reply.results):
+    # Vectors of several types are results by type, not by head.
+    heads = {*reply.heads}
+    if not any(isinstance(one, dict) and one.keys() == heads for one in reply.results):
         return {reply.heads[0]: pairs}
     return {
         head: [(one and one[head], another and another[head]) for one, another in pairs]
@@ -126,37 +122,3 @@ def outcome(one: Any, other: Any) -> str:
     if other is None:
         return "failed"
     return "same" if same_answer(one, other) else "changed"
-
-
-def same_answer(one: Any, other: Any) -> bool:
-    """Return whether two results have the same best label, tokens, entities or span, or near scores or vectors."""
-    if isinstance(one, float):
-        return bool(abs(one - other) <= NEAR)
-    if isinstance(one, np.ndarray):
-        if one.dtype.kind != "f":
-            return _same_integers(one, other)
-        return one.shape == other.shape and cosine(one, other) >= CLOSE
-    return essence(one) == essence(other)
-
-
-def _same_integers(one: NDArray[Any], other: NDArray[Any]) -> bool:
-    """Return whether two quantized vectors have a high cosine around the middle of their type."""
-    if one.shape != other.shape:
-        return False
-    middle = 127.5 if one.dtype == np.uint8 else -0.5
-    return (
-        cosine(one.astype(np.float32) - middle, other.astype(np.float32) - middle) >= CLOSE_INTEGERS
-    )
-
-
-def essence(answer: Sequence[Any]) -> object:
-    """Return a result without its scores."""
-    match answer:
-        case [LabelScore(label, _), *_]:
-            return label
-        case [AnswerSpan(text, _, start, end), *_]:
-            return text, start, end
-        case [[TokenScore(), *_], *_]:
-            return [tokens[0].token for tokens in answer]  # of each mask token
-        case _:
-            return [one._replace(score=0.0) for one in answer]

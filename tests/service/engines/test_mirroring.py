@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from service.core.decode import AnswerSpan, EntitySpan, LabelScore, TokenScore
+from service.core.agreement import distance, same_answer
+from service.core.decode import AnswerSpan, EntitySpan, LabelScore, SparseVector, TokenScore
 from service.engines.engine import Engine, Reply, Ticket, Timing, TokenUsage
-from service.engines.mirroring import MirroredTraffic, same_answer
+from service.engines.mirroring import MirroredTraffic
 from service.errors import InferenceFailed, InvalidInput, Overloaded
 from service.scheduling.entries import Heads
 from service.scheduling.load import Load
@@ -165,6 +166,7 @@ async def test_a_copy_that_finds_no_room_says_nothing_of_the_version():
 
 
 PER = EntitySpan("PER", 0.9, "Ada", 0, 3)
+SPARSE = SparseVector(np.array([3, 7]), np.float32([1, 0.5]))
 
 
 @pytest.mark.parametrize(
@@ -195,6 +197,10 @@ PER = EntitySpan("PER", 0.9, "Ada", 0, 3)
         (np.int8([127, -128, 5, 60]), np.int8([127, -120, 0, 64]), True),
         (np.int8([127, -128, 5, 60]), np.int8([-128, 127, 5, 60]), False),
         (np.int8([1, 2]), np.int8([1, 2, 3]), False),
+        (SPARSE, SPARSE._replace(values=np.float32([1.1, 0.5])), True),
+        (SPARSE, SPARSE._replace(indices=np.array([3, 8])), False),
+        ({"float": np.float32([1, 0])}, {"float": np.float32([1, 0.1])}, True),
+        ({"float": np.float32([1, 0])}, {"float": np.float32([0, 1])}, False),
     ],
 )
 def test_the_same_answer(one, other, same):
@@ -214,3 +220,32 @@ async def test_results_of_several_heads_are_compared_by_head():
         ("a@2", "entities", "same", 1),
     ] == copied.told
     assert heads == copied.asked[0][2]
+
+
+async def test_vectors_of_several_types_are_one_result():
+    """They are by type, as Cohere's API requests them, and count for their head."""
+    copied = Copied()
+    answered = reply({"float": np.float32([1, 0]), "ubinary": np.uint8([200])})
+    await copied.copied(answered, answered)
+    assert [("a@2", "sentiment", "same", 1)] == copied.told
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "apart"),
+    [
+        (np.float32([0, 2]), np.float32([0, 1]), 0.5),
+        (np.float32([0, 2]), np.float32([0, 2, 0]), 1.0),
+        (SPARSE, SparseVector(np.array([3]), np.float32([1])), 0.5 / math.sqrt(1.25)),
+        (GOOD, BAD, 0.35),
+        (GOOD, GOOD[:1], 0.0),
+        (GOOD, [LabelScore("LABEL_0", 0.75)], 1.0),
+        ([LabelScore("a", 8.0)], [LabelScore("a", 6.0)], 0.25),
+        ([PER], [PER._replace(score=0.8)], 0.1),
+        ([PER], [PER, PER._replace(start=5, end=8)], 1 / 3),
+        ([PER], [], 1.0),
+        ([], [], 0.0),
+    ],
+)
+def test_the_distance_of_answers(one, other, apart):
+    """It is that of vectors, of scores, or the share of spans that one result lacks."""
+    assert apart == pytest.approx(distance(one, other))
