@@ -91,9 +91,10 @@ def described(family: Family) -> list[str]:
     heads = [
         *family.heads,
         "embedding",
-        *(["fill-mask"] if "masked_lm" in family.objectives else []),
+        *(["fill-mask"] if family.has_masked_lm else []),
     ]
-    objectives = ["masked LM", *([OBJECTIVES[family.pairs]] if family.pairs else [])]
+    masked = ["masked LM"] if family.has_masked_lm else ["not here"]
+    objectives = [*masked, *([OBJECTIVES[family.pairs]] if family.pairs else [])]
     if "pretraining" in family.make_heads:
         objectives.append("replaced tokens")
     cells = [f"`{family.model_type}`", f"[{Path(path).name}](../../{path}): {sentence}"]

@@ -197,14 +197,22 @@ class EncoderWithHeads(nn.Module):
         """Return these heads' outputs, [B, C], [T, C] or [M, V]; positions: packed indices of mask tokens, [M]."""
         hidden_states = self.encoder(input_ids, token_type_ids, position_ids, layout)  # [T, H]
         names = self.described if heads is None else heads
-        return {name: self._output(name, hidden_states, layout, positions) for name in names}
+        inputs = (hidden_states, input_ids, layout, positions)
+        return {name: self._output(name, *inputs) for name in names}
 
     def _output(
-        self, name: str, hidden_states: Tensor, layout: PackedLayout, positions: Tensor | None
+        self,
+        name: str,
+        hidden_states: Tensor,
+        input_ids: Tensor,
+        layout: PackedLayout,
+        positions: Tensor | None,
     ) -> Tensor:
         head, words = self.heads[name], self.encoder.embeddings.word.weight  # [V, E]
         if isinstance(head, SparseEmbedding):
             return head(hidden_states, words.to(hidden_states.dtype), layout)  # [B, V]
+        if getattr(head, "reads_ids", False):
+            return head(hidden_states, layout, input_ids)  # [B, C]
         if not self.described[name].per_mask:
             return head(hidden_states, layout)  # [B, C] or [T, C]
         at_masks = hidden_states if positions is None else hidden_states.index_select(0, positions)

@@ -28,7 +28,7 @@ from model.checkpoints.tokenizer_files import has_tokenizer
 from model.data import corpus, pretraining_batches
 from model.data.pretraining_batches import PretrainingBatch, Sampler, Samples, Specials
 from model.families.bert_names import BERT
-from model.families.registry import FAMILIES, family_of
+from model.families.registry import FAMILIES, PRETRAINABLE, family_of
 from model.families.spec import Family
 from model.heads import Predictions, accuracies_of, losses_of, make_pretraining
 from model.report import page
@@ -106,7 +106,7 @@ class PretrainSettings(TextSettings):
     def _fit(self) -> Self:
         check_choice("preset", self.preset, config.PRESETS)
         if self.family:
-            check_choice("family", self.family, FAMILIES)
+            check_choice("family", self.family, PRETRAINABLE)
         return self
 
 

@@ -42,6 +42,8 @@ def save(
         "max_position_embeddings": positions + unused,
         **fields,
     }
+    if hasattr(family.config, "num_key_value_heads"):
+        shape |= {"num_key_value_heads": 2, "head_dim": 16}
     words = {family.config.words.get(name, name): value for name, value in shape.items()}
     save_beside(tokenizer, family, positions, folder, kind, model_type, **words)
     return folder
@@ -80,14 +82,18 @@ def save_beside(
 
 
 def save_sentence_transformer(
-    model_type: str, folder: Path, pooling: str = "mean", **fields: Any
+    model_type: str,
+    folder: Path,
+    pooling: str = "mean",
+    prompts: dict[str, str] | None = None,
+    **fields: Any,
 ) -> SentenceTransformer:
     """A bi-encoder: its encoder, a pooling, and vectors of length 1."""
     plain = folder.with_name(f"{folder.name}-plain")
     save(model_type, plain, transformers.AutoModel, **fields)
     transformer = Transformer(str(plain))
     parts = [transformer, Pooling(transformer.get_embedding_dimension(), pooling), Normalize()]
-    made = SentenceTransformer(modules=parts, device="cpu")
+    made = SentenceTransformer(modules=parts, device="cpu", prompts=prompts)
     made.save(str(folder))
     return made
 

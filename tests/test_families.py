@@ -25,7 +25,7 @@ from export import cuda_emulator
 from export.goldens import torch_outputs
 from model.checkpoints import reader, writer
 from model.checkpoints.errors import CheckpointError
-from model.families.registry import FAMILIES, family_of
+from model.families.registry import FAMILIES, PRETRAINABLE, family_of
 from model.heads import EncoderWithHeads, Pretraining, losses_of, make_pretraining
 from model.tokenizer import train
 from model.training.capture import capture
@@ -74,6 +74,7 @@ THIRD = {
     "share_att_key": True,
 }
 EURO = {"pad_token_id": 1, "tie_word_embeddings": True}
+QWEN = {"pad_token_id": 1, "num_key_value_heads": 2, "head_dim": 16, "use_cache": False}
 CASES = {
     "bert": Case("bert"),
     "bert, wide": Case("bert", {"hidden_size": 48, "num_attention_heads": 2, "type_vocab_size": 3}),
@@ -160,6 +161,20 @@ CASES = {
             "rms_norm_eps": 0.1,
         },
     ),
+    "qwen3": Case("qwen3", QWEN),
+    "qwen3, local": Case(
+        "qwen3",
+        {
+            **QWEN,
+            "head_dim": 8,
+            "num_key_value_heads": 1,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "max_window_layers": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 250.0},
+        },
+    ),
     "deberta": Case("deberta", {"position_biased_input": False, **RELATIVE}),
     "deberta, with all": Case(
         "deberta",
@@ -185,6 +200,7 @@ CASES = {
     ),
 }
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+MASKED = {name: case for name, case in CASES.items() if case.model_type in PRETRAINABLE}
 
 TASKS = {
     "classification": transformers.AutoModelForSequenceClassification,
@@ -192,7 +208,12 @@ TASKS = {
     "qa": transformers.AutoModelForQuestionAnswering,
 }
 LABELS = {0: "A", 1: "B", 2: "C"}
-NOT_THERE = {("nomic_bert", "qa"), ("gte", "qa"), ("eurobert", "qa")}  # in transformers
+NOT_THERE = {
+    ("nomic_bert", "qa"),
+    ("gte", "qa"),
+    ("eurobert", "qa"),
+    ("qwen3", "qa"),
+}  # in transformers
 
 
 # Families whose reference takes token types.
@@ -302,6 +323,7 @@ def test_heads(case, task, tmp_path):
     Tokenizer(WordLevel({}, unk_token="")).save(str(tokenizer))
     writer.save_head(tmp_path / "ours", model, task, tokenizer)
     again = TASKS[task].from_pretrained(tmp_path / "ours").eval()
+    again.config.use_cache = False  # of a decoder
     with torch.no_grad():
         repeated = again(**asked(case, packed))
     for one, other in zip(expected.to_tuple(), repeated.to_tuple(), strict=True):
@@ -323,9 +345,7 @@ def test_gradients(case, tmp_path):
     for parameter in (*model.parameters(), *peer.parameters()):
         own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         parameter.data = own
-    peer.save_pretrained(
-        tmp_path
-    )  # the gradients in place of the parameters, under the hub's names
+    peer.save_pretrained(tmp_path)  # the gradients, in place of the parameters
     gradients = dict(reader.load_model(tmp_path).named_parameters())
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter, gradients[name], **TOLERANCE, msg=name)
@@ -416,7 +436,7 @@ def test_modernbert_may_tell_two_texts_apart(tmp_path):
     )
 
 
-@every_case
+@pytest.mark.parametrize("case", MASKED.values(), ids=MASKED)
 def test_masked_language_model(case, tmp_path):
     """It is read with what it was pretrained with, gives those logits, and is read by transformers again."""
     peer = perturb(transformers.AutoModelForMaskedLM.from_config(case.config()))
@@ -464,7 +484,7 @@ def hidden_words(packed: Packed, masked: Tensor, words: Tensor) -> Tensor:
 PAIR_LABELS = {"bert": "next_sentence_label", "albert": "sentence_order_label"}
 PRETRAINED = {
     name: case
-    for name, case in CASES.items()
+    for name, case in MASKED.items()
     if "pretraining" not in FAMILIES[case.model_type].make_heads
 }
 
@@ -504,7 +524,7 @@ def test_pretraining(case, tmp_path):
                 torch.testing.assert_close(own, peers, **TOLERANCE)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in PRETRAINED])
+@pytest.mark.parametrize("name", [name for name in MASKED if name not in PRETRAINED])
 def test_replaced_tokens(name, tmp_path):
     """Generator and discriminator have the logits and the losses of transformers' two, there and back."""
     case = CASES[name]
@@ -650,17 +670,20 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Exporte
 
 
 def export_family(model_type: str, folder: Path) -> Exported:
-    """Join a classifier and a masked language model that transformers wrote with the same encoder, and export both."""
+    """Join a classifier and, if any, a masked language model of the same encoder, as transformers wrote them."""
     told = {"positions": max(MIXED), "id2label": dict(enumerate(TOPICS))}
-    for name, kind in KINDS.items():
+    kinds = {n: kind for n, kind in KINDS.items() if n != "masked" or model_type in PRETRAINABLE}
+    for name, kind in kinds.items():
         hub.save(model_type, folder / name, kind, **told)
-    first, second = (kind.from_pretrained(folder / name) for name, kind in KINDS.items())
-    second.base_model.load_state_dict(first.base_model.state_dict(), strict=False)
-    second.save_pretrained(folder / "masked")
-    classifier, masked = (reader.load_model(folder / name) for name in KINDS)
-    joint = EncoderWithHeads(classifier.config, classifier.described | masked.described)
-    joint.load_state_dict(masked.state_dict() | classifier.state_dict())
-    writer.save_joint(folder / "joint", joint, folder / "masked" / "tokenizer.json")
+    first, *others = (kind.from_pretrained(folder / name) for name, kind in kinds.items())
+    for second in others:
+        second.base_model.load_state_dict(first.base_model.state_dict(), strict=False)
+        second.save_pretrained(folder / "masked")
+    models = [reader.load_model(folder / name) for name in kinds]
+    described = {name: head for model in models for name, head in model.described.items()}
+    joint = EncoderWithHeads(models[0].config, described)
+    joint.load_state_dict({n: t for model in models for n, t in model.state_dict().items()})
+    writer.save_joint(folder / "joint", joint, folder / "classifier" / "tokenizer.json")
     out = folder / model_type
     run_export(folder / "joint", out, "--precision", "fp32", "int8", "fp16")
     return Exported(folder, bundle.load(out))
@@ -677,9 +700,12 @@ every_family = pytest.mark.parametrize(
     [pytest.param(name, marks=() if name in SOON else pytest.mark.slow) for name in FAMILIES],
 )
 MIXED = [200, 1, 9, 37, 2, 90]
-PRE_NORM = {"modernbert", "eurobert"}
-BIASED = {"mpnet", "deberta", "deberta-v2", "modernbert"}  # with an attention bias
-OUTPUTS = ("classification", "fill-mask")
+every_masked = pytest.mark.parametrize(
+    "model_type",
+    [pytest.param(name, marks=() if name in SOON else pytest.mark.slow) for name in PRETRAINABLE],
+)
+PRE_NORM = {"modernbert", "eurobert", "qwen3"}
+BIASED = {"mpnet", "deberta", "deberta-v2", "modernbert", "qwen3"}  # with an attention bias
 
 
 @every_family
@@ -688,9 +714,9 @@ def test_graphs_are_pytorch(exported, layout):
     """The fp32 graphs give PyTorch's logits, of texts and of mask tokens, for texts of all lengths together."""
     packed = exported.batch(MIXED)
     expected = exported.outputs(packed)
-    assert len(expected["fill-mask"]) > len(MIXED)
+    assert len(expected.get("fill-mask", packed.input_ids)) > len(MIXED)
     found = exported.session("fp32", layout).run(packed)
-    for name in OUTPUTS:
+    for name in expected:
         np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=1e-4, err_msg=name)
 
 
@@ -703,7 +729,7 @@ def test_half(exported, model_type):
     packed = exported.batch([197, *MIXED[1:]])  # in 200 slots on CUDA
     path, mask = exported.bundle.path / "fp16.onnx", exported.bundle.manifest.mask_token_id
     found, expected = cuda_emulator.emulated(path, mask)(packed), exported.outputs(packed)
-    for name in OUTPUTS:
+    for name in expected:
         assert cosine(found[name], expected[name]) > 1 - 1e-4, name
     (record,) = [g for g in exported.bundle.manifest.graphs if g.provider == "cuda"]
     assert (model_type in BIASED) is record.attention_bias
@@ -798,7 +824,7 @@ MASKED = ("The {mask} of the harbor was late.", "{mask} sails, and the wind take
 FOLDED = 8192  # numbers; the tracer itself widens smaller fp16 weights
 
 
-@every_family
+@every_masked
 def test_vocabulary_matrix_is_stored_once(exported):
     """Each graph's output matrix is its embedding table."""
     rows = exported.bundle.manifest.vocabulary.size
@@ -810,7 +836,7 @@ def test_vocabulary_matrix_is_stored_once(exported):
             assert 1 == len(tables), record.file
 
 
-@every_family
+@every_masked
 @pytest.mark.e2e
 def test_filled_masks_are_those_of_transformers(server, exported, model_type):
     """Tokens, texts and scores equal the results of transformers' pipeline, the scores to 1e-4; also for targets."""

@@ -196,6 +196,13 @@ EUROBERT = _file(
     *no_effect("mask_token_id", note="the tokenizer's files contain this token"),
     *no_effect("pretraining_tp", note=RUNTIME),
 )
+QWEN3 = _file(
+    "qwen3",
+    *LLAMA_SETTINGS,
+    *honored("use_sliding_window", "sliding_window", "layer_types"),
+    *honored("max_window_layers", note="older name for layer_types"),
+    refused("is_causal", True, note="attention in both directions"),
+)
 DEBERTA_SETTINGS = (
     *SHAPE,
     *SEGMENTS,
@@ -220,7 +227,7 @@ DEBERTA_V2 = _file(
 
 CONFIG_TABLES = (
     *(ALL, BERT, ROBERTA, DISTILBERT, ALBERT, ELECTRA, MPNET),
-    *(MODERNBERT, NOMIC_BERT, GTE, EUROBERT, DEBERTA, DEBERTA_V2),
+    *(MODERNBERT, NOMIC_BERT, GTE, EUROBERT, QWEN3, DEBERTA, DEBERTA_V2),
 )
 OF_FAMILY: Mapping[str, SettingsFile] = {
     "bert": BERT,
@@ -235,6 +242,7 @@ OF_FAMILY: Mapping[str, SettingsFile] = {
     "nomic_bert": NOMIC_BERT,
     "gte": GTE,
     "eurobert": EUROBERT,
+    "qwen3": QWEN3,
     "deberta": DEBERTA,
     "deberta-v2": DEBERTA_V2,
 }

@@ -120,8 +120,18 @@ def read_heads(folder: Path, task: bundle.Task | None = None) -> dict[str, bundl
         task = "sparse-embedding"
     config = read_json(config_file(folder))
     family = family_of(read_config(folder))
-    tasks = {family.architecture_of(task): task for task in SUFFIXES}
-    if "pretraining" not in family.make_heads:  # ELECTRA's has no masked language model
+    tasks = {
+        family.architecture_of(task): task
+        for task in SUFFIXES
+        if task != "fill-mask" or family.has_masked_lm
+    }
+    if task in MASKED_LM and not family.has_masked_lm:
+        raise CheckpointError(
+            f"{folder}: {family.model_type} has no masked language model for --task {task}"
+        )
+    if (
+        family.has_masked_lm and "pretraining" not in family.make_heads
+    ):  # ELECTRA's has no masked language model
         tasks[family.architecture + PRETRAINING] = "fill-mask"
     architecture = _read_architectures(config)[0] or family.architecture_of("embedding")
     if architecture == FIRST_COLBERT:

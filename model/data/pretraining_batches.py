@@ -32,6 +32,7 @@ class Specials:
 
     ids: by the token's text
     frame: templates for a text and for a pair, see `Family`
+    mask: the separator for a family without a masked language model
     """
 
     ids: Mapping[str, int]
@@ -43,7 +44,7 @@ class Specials:
     @classmethod
     def of(cls, tokenizer: tokenizers.Tokenizer, family: Family) -> "Specials":
         """Find a family's special tokens in a tokenizer. Raises ValueError for missing ones."""
-        named = family.special_tokens
+        named = {"mask": family.special_tokens["sep"], **family.special_tokens}
         wanted = {named["sep"], named["mask"], *_framing(family.frame)}
         ids = {token: tokenizer.token_to_id(token) for token in sorted(wanted)}
         if missing := [token for token, i in ids.items() if i is None]:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import FULL, PackedLayout
+from model.attention import FULL, Mask, PackedLayout
 from model.bert import Bert
 from model.config import BertConfig
 from model.families.bert_names import BERT
@@ -78,6 +78,10 @@ class LlamaConfig(BertConfig):
         assert self.num_key_value_heads is not None
         return self.num_key_value_heads
 
+    def mask_of(self, layer: int) -> Mask:
+        """Return the keys that a layer's queries attend to."""
+        return FULL
+
     def theta_of(self, layer: int) -> float:
         return self.rope_theta
 
@@ -89,11 +93,10 @@ class LlamaConfig(BertConfig):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the content of `config.json`. The output matrix of a masked language model is always tied here."""
         fields = super().to_dict()
         del fields["position_embedding_type"]
         rope = {"rope_type": "default", "rope_theta": fields.pop("rope_theta")}
-        return {**fields, "rope_parameters": rope, "tie_word_embeddings": True}
+        return {**fields, "rope_parameters": rope}
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,10 @@ class EuroBertConfig(LlamaConfig):
         super().__post_init__()
         if self.classifier_pooling not in ("late", "mean", "bos"):
             raise ValueError(f"classifier_pooling {self.classifier_pooling!r}: late, mean or bos")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the content of `config.json`. The output matrix of a masked language model is always tied here."""
+        return {**super().to_dict(), "tie_word_embeddings": True}
 
 
 # -- parts that Llama's descendants share ------------------------------------------------------------------------------
@@ -146,13 +153,12 @@ class WordEmbeddings(nn.Module):
 class LlamaLayer(nn.Module):
     """One layer, pre-norm: each half reads the normalized residual stream, and adds to it."""
 
-    mask = FULL
     make_attention: type[nn.Module] = ModernBertSelfAttention
 
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, config: LlamaConfig, index: int):
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, config.layer_norm_eps)
-        self.attention = self.make_attention(config, self.mask)
+        self.attention = self.make_attention(config, config.mask_of(index))
         self.feed_forward_norm = RMSNorm(config.hidden_size, config.layer_norm_eps)
         self.feed_forward = ModernBertFeedForward(config)
 
@@ -171,6 +177,9 @@ class Llama(Bert):
     def __init__(self, config: LlamaConfig, pooler: bool = True):
         super().__init__(config, pooler)
         self.norm = RMSNorm(config.hidden_size, config.layer_norm_eps)
+
+    def make_layers(self, config: LlamaConfig) -> nn.ModuleList:
+        return nn.ModuleList(self.make_layer(config, i) for i in range(config.num_hidden_layers))
 
     def shared_inputs(self, position_ids: Tensor, layout: PackedLayout) -> Rotation:
         """The rotations of all positions."""

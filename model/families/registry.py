@@ -11,6 +11,7 @@ from model.families.gte import GTE
 from model.families.modernbert import MODERNBERT
 from model.families.mpnet import MPNET
 from model.families.nomic_bert import NOMIC_BERT
+from model.families.qwen3 import QWEN3
 from model.families.roberta import CAMEMBERT, ROBERTA, XLM_ROBERTA
 from model.families.spec import Family
 
@@ -29,10 +30,14 @@ FAMILIES: dict[str, Family] = {
         NOMIC_BERT,
         GTE,
         EUROBERT,
+        QWEN3,
         DEBERTA,
         DEBERTA_V2,
     )
 }
+
+# The families that pretraining can train.
+PRETRAINABLE = {name: family for name, family in FAMILIES.items() if family.has_masked_lm}
 
 
 def family_of(config: BertConfig) -> Family:

@@ -60,6 +60,11 @@ class Family:
         return self.config.model_type
 
     @property
+    def has_masked_lm(self) -> bool:
+        """Whether the family has a masked language model; without it, there is no pretraining here."""
+        return "masked_lm" in self.objectives
+
+    @property
     def pairs(self) -> Pairs | None:
         """The pretraining objective on two texts; None if pretraining uses single texts."""
         return self.pair_objective if "next_sentence.classifier" in self.objectives else None

@@ -61,7 +61,7 @@ def save_ours(source: Source, task: str, folder: Path) -> str:
 
 
 @every_family
-@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize("pooling", ["mean", "cls", "lasttoken"])
 def test_bi_encoders(model_type, pooling, tmp_path):
     """Vectors equal the vectors of `encode`, also after our checkpoint is read by sentence-transformers."""
     reference = hub.save_sentence_transformer(model_type, tmp_path / "theirs", pooling)

@@ -23,7 +23,7 @@ from model import pretrain, tokenizer
 from model.checkpoints import reader
 from model.data import corpus
 from model.data.pretraining_batches import PretrainingBatch, Sampler, Samples, Specials
-from model.families.registry import FAMILIES
+from model.families.registry import FAMILIES, PRETRAINABLE
 from model.heads import make_pretraining
 
 pytestmark = pytest.mark.slow
@@ -77,7 +77,7 @@ def settings(
     )
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", PRETRAINABLE)
 def test_every_family(name, tokenizer_files, topics_file, tmp_path):
     """A run of each leaves what transformers reads whole, and what another run goes on from."""
     arguments = (name, tokenizer_files[name], topics_file)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from model.checkpoints import reader
 from model.checkpoints.errors import CheckpointError
-from model.families.registry import FAMILIES
+from model.families.registry import FAMILIES, PRETRAINABLE
 from tests.model.helpers import TOLERANCE, batch, ours, perturb, real, theirs
 from tests.parity.test_config_settings import edit, fields_of
 
@@ -57,7 +57,8 @@ PRETRAINED = [
     ("bert", transformers.AutoModelForPreTraining),
     ("albert", transformers.AutoModelForPreTraining),
     ("electra", transformers.AutoModelForPreTraining),
-    *((name, transformers.AutoModelForMaskedLM) for name in FAMILIES),
+    *((name, transformers.AutoModelForMaskedLM) for name in PRETRAINABLE),
+    ("qwen3", transformers.AutoModelForCausalLM),
 ]
 
 

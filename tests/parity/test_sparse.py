@@ -17,7 +17,7 @@ from sentence_transformers import SparseEncoder
 from export.goldens import run_torch
 from model.checkpoints.errors import CheckpointError
 from model.checkpoints.source import read_source
-from model.families.registry import FAMILIES
+from model.families.registry import PRETRAINABLE
 from service.core import decode
 from service.core.encode import Encoder
 from service.engines.engine import Engine, EngineTask, Ticket
@@ -102,7 +102,7 @@ def test_splade(tmp_path, activation):
     assert 1 == len(tables)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", PRETRAINABLE)
 def test_masked_language_model_as_sparse(tmp_path, model_type):
     """A plain masked language model of any family has SparseEncoder's weights; one is exported and served."""
     folder = hub.save(model_type, tmp_path / "checkpoint", transformers.AutoModelForMaskedLM)
