@@ -217,7 +217,8 @@ class EmbeddedService:
         """
         engine = self._engine(model)
         asked = validate(Reranking, {"query": query, "documents": documents, **options})
-        head = head or select_ranking_head(engine)
+        if asked.weights is None:
+            head = head or select_ranking_head(engine)
         ranking = make_ranking(engine, head, asked)
         reply = await self.answer(ranking, model=model, head=head)
         return rank(ranking.scores(engine, reply), top_n)

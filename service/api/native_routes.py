@@ -274,6 +274,8 @@ SHOWN_BY_TASK: Mapping[Task, Callable[[Any], object]] = {
     "classification": each(label),
     "ner": each(partial(entity, "entity_group")),
     "embedding": numbers,
+    "sparse-embedding": partial(sparse_vector, None),
+    "late-interaction": numbers,
 }
 
 

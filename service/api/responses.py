@@ -141,9 +141,11 @@ class RankedDocument(BaseModel):
     text: str | None = Field(None, description="the document; only where `return_text` is true")
 
 
-class RerankResponse(Response):
+class RerankResponse(ModelResponse):
     """Documents that failed, where `on_error` is "null", are in `errors` only."""
 
+    head: str = Field("", description="the head that ranked; only there without `weights`")
+    heads: list[str] = Field([], description="the heads that ranked; only there with `weights`")
     results: list[RankedDocument] = Field(description="by falling score")
 
 

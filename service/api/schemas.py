@@ -169,6 +169,15 @@ class RerankRequest(HeadRequest, Reranking):
     )
     return_text: bool = Field(False, description="whether each result has its document's text")
 
+    @model_validator(mode="after")
+    def _one_selection(self) -> Self:
+        if self.head is not None and self.weights is not None:
+            raise InvalidInput("send head or weights, not both", param="weights")
+        return self
+
+    def name_heads(self, heads: tuple[str, ...]) -> dict[str, object]:
+        return {"heads": heads} if self.weights else super().name_heads(heads)
+
 
 class SimilarityRequest(HeadRequest, Similarity):
     task = "similarity"

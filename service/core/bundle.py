@@ -248,6 +248,18 @@ class Head(_Record):
         """The text before each input where a request sets no prompt; empty for none."""
         return self.named_prompts[self.default_prompt] if self.default_prompt else ""
 
+    def reads_as_is(self, *input_types: InputType | None) -> bool:
+        """Return whether the head adds nothing to texts of these types (None: no type), and has no length."""
+        late, prompts = self.late_interaction or LateInteraction(), self.named_prompts
+        query = (late.query_prefix, late.query_length, late.query_expansion)
+        document = (late.document_prefix, late.document_length)
+        changes = {
+            None: (self.default_prompt_text, *document),
+            "query": (prompts["query"], *query),
+            "document": (prompts["document"], *document),
+        }
+        return not any(any(changes[input_type]) for input_type in input_types)
+
     @property
     def output_dtypes(self) -> list[OutputDtype]:
         """The types of vectors that an embedding head has; the integers of 8 bits need ranges."""

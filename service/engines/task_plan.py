@@ -4,8 +4,8 @@ A plan declares what the request costs: characters to tokenize, sequences that t
 The engine checks these before it does the work, for every API.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Generic, TypeVar
 
 from service.core.decode import Floats
@@ -18,6 +18,7 @@ from service.settings import Settings
 C = TypeVar("C", bound=Cut)
 T = TypeVar("T")
 S = TypeVar("S")
+K = TypeVar("K")
 
 CHARACTER_BYTES = 6  # of the longest character in JSON, "\u0000"
 NUMBER_BYTES = 15  # of the longest float32 in JSON, with its comma
@@ -107,6 +108,26 @@ def one_head(head: str, decode: Callable[[int, C, list[Floats]], T]) -> Decode[C
         return decode(index, item, [own[head] for own in outputs])
 
     return decode_one
+
+
+def together(plans: Mapping[K, TaskPlan[C, Any]]) -> TaskPlan[C, dict[K, Any]]:
+    """Return a plan whose results are those of several plans of the same inputs, by key. The first plan encodes."""
+    first = next(iter(plans.values()))
+
+    def decode(index: int, item: C, outputs: list[Outputs]) -> dict[K, Any]:
+        return {key: plan.decode(index, item, outputs) for key, plan in plans.items()}
+
+    def result_bytes(found: dict[K, Any]) -> int:
+        return sum(p.result_bytes(found[key]) for key, p in plans.items() if p.result_bytes)
+
+    return replace(
+        first,
+        heads=tuple(dict.fromkeys(head for plan in plans.values() for head in plan.heads)),
+        decode=decode,
+        answer_bytes=sum_of_answers(plans.values()),
+        result_bytes=result_bytes if any(plan.result_bytes for plan in plans.values()) else None,
+        decodes_inline=all(plan.decodes_inline for plan in plans.values()),
+    )
 
 
 def characters(*texts: Sequence[str]) -> list[int]:

@@ -1,6 +1,7 @@
 """Analysis: the answers of several heads from one pass of the encoder."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pydantic import Field
@@ -8,27 +9,31 @@ from pydantic import Field
 from service.core import bundle
 from service.core.encode import Encoded
 from service.engines.engine import Engine, EngineTask
-from service.engines.task_plan import TaskPlan, characters, sum_of_answers
+from service.engines.task_plan import TaskPlan, together
 from service.errors import InvalidInput, UnknownHead
-from service.scheduling.entries import Heads, Outputs
+from service.scheduling.entries import Heads
 from service.tasks.classification import Classification
 from service.tasks.embedding import Embedding
 from service.tasks.entity_recognition import EntityRecognition
 from service.tasks.fields import Inputs, Positions, TruncateField, Windowed
+from service.tasks.late_interaction import TokenEmbedding
+from service.tasks.sparse_embedding import SparseEmbedding
 
 # The tasks whose heads read single texts.
 TASKS: Mapping[bundle.Task, Callable[..., EngineTask[Any]]] = {
     "classification": Classification,
     "ner": EntityRecognition,
     "embedding": Embedding,
+    "sparse-embedding": SparseEmbedding,
+    "late-interaction": TokenEmbedding,
 }
 
 
 class Analysis(Inputs, Windowed, Positions):
     """The results of several heads for each text, by head. Each equals the result of the head alone.
 
-    Without named heads, all heads that read single texts answer, except heads with a default prompt: they read other
-    tokens.
+    Without named heads, all heads that read single texts answer, except heads that read other tokens: those with a
+    default prompt, or with a prefix or a length of documents.
     """
 
     truncate: TruncateField = Field(
@@ -44,11 +49,7 @@ class Analysis(Inputs, Windowed, Positions):
         def encode(part: slice) -> Sequence[Encoded]:
             return engine.encoder.texts(self.inputs[part], truncate=self.truncate, stride=stride)
 
-        def by_head(index: int, item: Encoded, outputs: list[Outputs]) -> dict[str, Any]:
-            return {name: plan.decode(index, item, outputs) for name, plan in plans.items()}
-
-        sizes = characters(self.inputs)
-        return TaskPlan(names, sizes, encode, by_head, sum_of_answers(plans.values()))
+        return replace(together(plans), encode=encode)
 
     def _of_head(self, engine: Engine, name: str) -> EngineTask[Any]:
         task = engine.manifest.heads[name].task
@@ -65,18 +66,18 @@ class Analysis(Inputs, Windowed, Positions):
 def select_heads(engine: Engine, wanted: Heads) -> Heads:
     """Return the wanted heads, each once, or all heads that read single texts if there are none.
 
-    Raises UnknownHead, and InvalidInput for a head that does not read single texts, or reads them after a prompt.
+    Raises UnknownHead, and InvalidInput for a head that does not read single texts, or reads other tokens.
     """
     heads = engine.manifest.heads
-    prompted = [name for name, head in heads.items() if head.default_prompt_text]
-    of_texts = [n for n, head in heads.items() if head.task in TASKS and n not in prompted]
+    others = [name for name, head in heads.items() if not head.reads_as_is(None)]
+    of_texts = [n for n, head in heads.items() if head.task in TASKS and n not in others]
     for name in wanted:
         if name not in heads:
             has = ", ".join(heads)
             raise UnknownHead(f"{engine.id} has no head {name!r}; it has: {has}", param="heads")
-        if name in prompted:
-            reason = f"{name} has the default prompt {heads[name].default_prompt!r}, so it reads other tokens"
-            raise InvalidInput(f"{reason}: leave it out, and send it to /embed", param="heads")
+        if name in others:
+            reason = f"{name} has a default prompt, or a prefix or a length of documents, and reads other tokens"
+            raise InvalidInput(f"{reason}: leave it out, and send it alone", param="heads")
         if name not in of_texts:
             reason = f"{name} does not read single texts; these heads do: {', '.join(of_texts)}"
             raise InvalidInput(reason, param="heads")

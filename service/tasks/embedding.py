@@ -1,7 +1,7 @@
 """Embedding: one vector for each text."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Self
 
 from pydantic import Field, model_validator
@@ -11,9 +11,16 @@ from service.core.bundle import Head, InputType, OutputDtype, Ranges
 from service.core.decode import Floats, Vector
 from service.core.encode import Cut
 from service.engines.engine import Engine
-from service.engines.task_plan import NUMBER_BYTES, SCORED_BYTES, TaskPlan, one_head, sum_of_answers
+from service.engines.task_plan import (
+    NUMBER_BYTES,
+    SCORED_BYTES,
+    TaskPlan,
+    one_head,
+    sum_of_answers,
+    together,
+)
 from service.errors import InvalidInput
-from service.scheduling.entries import Heads, Outputs
+from service.scheduling.entries import Heads
 from service.tasks.fields import AtLeastOne, Inputs, ServedName, TruncateField, Windowed
 
 LONGEST_PROMPT = (
@@ -164,13 +171,8 @@ class EmbeddingByType:
             dtype: self.embedding.model_copy(update={"output_dtype": dtype}).plan(engine, heads)
             for dtype in self.output_dtypes
         }
-        first = next(iter(plans.values()))
-
-        def by_type(index: int, item: Cut, outputs: list[Outputs]) -> dict[OutputDtype, Vector]:
-            return {dtype: plan.decode(index, item, outputs) for dtype, plan in plans.items()}
-
         both = [*plans.values(), *plans.values()]  # numbers, and their base64
-        return TaskPlan(first.heads, first.sizes, first.encode, by_type, sum_of_answers(both))
+        return replace(together(plans), answer_bytes=sum_of_answers(both))
 
 
 def _listed(names: Sequence[object]) -> str:

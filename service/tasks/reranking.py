@@ -1,24 +1,33 @@
 """Reranking: the relevance of documents to a query."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, NamedTuple, Protocol, Self, TypeVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from service.core import decode
 from service.core.bundle import Head, Task
 from service.core.decode import Floats
 from service.core.encode import Cut
 from service.engines.engine import Engine, EngineTask, Reply
-from service.engines.task_plan import SCORED_BYTES, Shared, TaskPlan, characters, one_head
-from service.errors import UnknownHead
+from service.engines.task_plan import (
+    SCORED_BYTES,
+    Shared,
+    TaskPlan,
+    characters,
+    one_head,
+    together,
+)
+from service.errors import InvalidInput, UnknownHead
 from service.scheduling.entries import Heads
-from service.tasks.fields import Documents
+from service.tasks.fields import Documents, ServedName
 from service.tasks.late_interaction import LateInteractionRanking
 from service.tasks.similarity import VectorRanking
 from service.tasks.sparse_embedding import SparseRanking
 
 T = TypeVar("T")
+MOST_WEIGHT = 1e6
 
 # The tasks whose heads rank documents for a model without a cross-encoder, the best first.
 WITHOUT_CROSS_ENCODER: Sequence[Task] = ("late-interaction", "embedding", "sparse-embedding")
@@ -48,6 +57,16 @@ class Reranking(Documents):
     raw_scores: bool = Field(
         False, description="logits of a cross-encoder, in place of scores from its activation"
     )
+    weights: dict[ServedName, Annotated[float, Field(ge=0, le=MOST_WEIGHT)]] | None = Field(
+        None,
+        description="weights of heads by name: the score is the weighted mean of the heads' scores",
+    )
+
+    @model_validator(mode="after")
+    def _weighed(self) -> Self:
+        if self.weights is not None and not any(self.weights.values()):
+            raise InvalidInput("must have a weight above 0", param="weights")
+        return self
 
     def plan(self, engine: Engine, heads: Heads) -> TaskPlan[Cut, float]:
         name = select_cross_encoder(engine, heads)
@@ -77,8 +96,42 @@ class Reranking(Documents):
         return reply.results
 
 
+@dataclass(frozen=True, slots=True)
+class HybridRanking:
+    """The weighted mean of the scores of several heads, which read the same tokens in one pass of the encoder."""
+
+    rankings: Mapping[str, Ranking[Any]]  # by head
+    weights: Mapping[str, float]
+
+    def plan(self, engine: Engine, heads: Heads) -> TaskPlan[Cut, dict[str, Any]]:
+        return together({name: one.plan(engine, (name,)) for name, one in self.rankings.items()})
+
+    def scores(self, engine: Engine, reply: Reply[dict[str, Any]]) -> Sequence[float | None]:
+        """Return the score of each document; None for one that failed."""
+        by_head = []
+        for name, ranking in self.rankings.items():
+            results = [found and found[name] for found in reply.results]
+            by_head.append(ranking.scores(engine, replace(reply, heads=(name,), results=results)))
+        weights = [self.weights[name] for name in self.rankings]
+        return [
+            sum(w * score for w, score in zip(weights, own, strict=True)) / sum(weights)
+            if None not in own
+            else None
+            for own in zip(*by_head, strict=True)
+        ]
+
+
 def make_ranking(engine: Engine, head: str | None, asked: Reranking) -> Ranking[Any]:
-    """Return the ranking by a head: by its vectors, or by a cross-encoder for a head of another task, and for None."""
+    """Return the ranking by a head: by its vectors, or by a cross-encoder for a head of another task, and for None.
+
+    With `weights`, several heads rank, and `head` has no effect. Raises UnknownHead and InvalidInput for their names.
+    """
+    if asked.weights is not None:
+        alone = asked.model_copy(update={"weights": None})
+        _check_weighed(engine, asked.weights)
+        return HybridRanking(
+            {name: make_ranking(engine, name, alone) for name in asked.weights}, asked.weights
+        )
     wanted = engine.manifest.heads.get(head or "")
     query, documents = asked.query, asked.documents
     windows: dict[str, Any] = {"truncate": asked.truncate, "stride": asked.stride}
@@ -91,6 +144,20 @@ def make_ranking(engine: Engine, head: str | None, asked: Reranking) -> Ranking[
             return SparseRanking(query=query, documents=documents, **windows)
         case _:
             return asked
+
+
+def _check_weighed(engine: Engine, names: Iterable[str]) -> None:
+    """Raise UnknownHead for a head without vectors, InvalidInput for one that reads other tokens than the text's."""
+    heads = engine.manifest.heads
+    by_vectors = [name for name, head in heads.items() if head.gives_vectors]
+    for name in names:
+        if name not in by_vectors:
+            has = ", ".join(by_vectors) or "none"
+            reason = f"{engine.id} has no head {name!r} that gives vectors; these do: {has}"
+            raise UnknownHead(reason, param="weights")
+        if heads[name].input_type or not heads[name].reads_as_is("query", "document"):
+            reason = f"{name} has prompts, prefixes or lengths of its own, so it reads other tokens"
+            raise InvalidInput(f"{reason}: rank with it alone", param="weights")
 
 
 def select_cross_encoder(engine: Engine, wanted: Heads) -> str:

@@ -1,16 +1,16 @@
 """Sequences of token ids in place of texts: the answers of heads that need no positions in a text."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from service.core.bundle import PER_TOKEN
 from service.core.encode import Cut, TextError, Window
 from service.core.packing import Ints
 from service.engines.engine import Engine
-from service.engines.task_plan import TaskPlan, sum_of_answers
+from service.engines.task_plan import TaskPlan, together
 from service.errors import InvalidInput
-from service.scheduling.entries import Heads, Outputs
+from service.scheduling.entries import Heads
 from service.tasks.analysis import TASKS
 
 # Tasks whose heads have one output for a sequence.
@@ -54,8 +54,4 @@ class TokenSequences:
                 raise TextError(bad, f"has an id outside of the vocabulary of {size}")
             return [Cut((Window(ids, ids * 0),), False) for ids in sequences]
 
-        def by_head(index: int, item: Cut, outputs: list[Outputs]) -> dict[str, Any]:
-            return {name: plan.decode(index, item, outputs) for name, plan in plans.items()}
-
-        sizes = [*map(len, self.sequences)]
-        return TaskPlan(names, sizes, encode, by_head, sum_of_answers(plans.values()))
+        return replace(together(plans), sizes=[*map(len, self.sequences)], encode=encode)

@@ -12,7 +12,7 @@ import onnx
 import pytest
 import torch
 import transformers
-from sentence_transformers import SparseEncoder
+from sentence_transformers import SentenceTransformer, SparseEncoder
 
 from export.goldens import run_torch
 from model.checkpoints.errors import CheckpointError
@@ -24,7 +24,10 @@ from service.engines.engine import Engine, EngineTask, Ticket
 from service.observability.metrics import Metrics
 from service.processes.single_process import open_local_engines
 from service.settings import Settings
+from service.tasks.analysis import Analysis
 from service.tasks.late_interaction import LateInteractionRanking, TokenEmbedding
+from service.tasks.reranking import HybridRanking
+from service.tasks.similarity import VectorRanking
 from service.tasks.sparse_embedding import SparseEmbedding, SparseRanking
 from tests import hub, samples
 from tests.conftest import run_export
@@ -181,19 +184,37 @@ def bge_outputs(folder: Path, texts: Sequence[str]) -> list[tuple[dict[int, floa
 
 
 def test_bge_m3(bge, tmp_path):
-    """One bundle has the dense, the sparse and the token head, each with the reference's numbers."""
-    run_export(bge, tmp_path / "bundle", "--precision", "fp32")
+    """One bundle has the dense, the sparse and the token head, each with the reference's numbers, also together."""
+    run_export(bge, tmp_path / "bundle")
     texts, query = [text for text in TEXTS if text], "Who painted the old engine?"
     expected = bge_outputs(bge, [query, *texts])
 
-    sparse, tokens, by_weights, by_tokens = compute(
-        tmp_path / "bundle",
-        "fp32",
+    rankings = {
+        "sparse-embedding": SparseRanking(query=query, documents=texts, truncate=True),
+        "late-interaction": LateInteractionRanking(query=query, documents=texts, truncate=True),
+        "embedding": VectorRanking(source=query, inputs=texts),
+    }
+    weights = {"sparse-embedding": 0.2, "late-interaction": 0.8, "embedding": 1.0}
+    tasks = [
         SparseEmbedding(inputs=[query, *texts]),
         TokenEmbedding(inputs=[query, *texts]),
-        SparseRanking(query=query, documents=texts, truncate=True),
-        LateInteractionRanking(query=query, documents=texts, truncate=True),
+        Analysis(inputs=[query, *texts], truncate=True),
+        HybridRanking(rankings, weights),
+        *rankings.values(),
+    ]
+    sparse, tokens, together, by_all, by_weights, by_tokens, by_vectors = compute(
+        tmp_path / "bundle", "fp32", *tasks
     )
+
+    vectors = SentenceTransformer(str(bge)).encode([query, *texts])
+    for index, found in enumerate(together):
+        np.testing.assert_allclose(found["embedding"], vectors[index], atol=1e-5)
+        np.testing.assert_allclose(found["late-interaction"], tokens[index], atol=1e-5)
+        assert found["sparse-embedding"].indices.tolist() == sparse[index].indices.tolist()
+    np.testing.assert_allclose(by_vectors, vectors[1:] @ vectors[0], atol=1e-5)
+    mean = 0.1 * np.array(by_weights) + 0.4 * np.array(by_tokens) + 0.5 * np.array(by_vectors)
+    np.testing.assert_allclose(by_all, mean, atol=1e-5)
+    assert 3 == len(compute(tmp_path / "bundle", "int8", tasks[2])[0][0])
 
     for one, vectors, (weights, states) in zip(sparse, tokens, expected, strict=True):
         assert dict(zip(one.indices.tolist(), one.values.tolist(), strict=True)) == pytest.approx(

@@ -20,7 +20,7 @@ from service.errors import InvalidInput, UnknownHead
 from service.observability.metrics import Metrics
 from service.processes.single_process import open_local_engines
 from service.settings import Settings
-from service.tasks.analysis import Analysis
+from service.tasks.analysis import TASKS, Analysis
 from service.tasks.classification import Classification
 from service.tasks.embedding import Embedding
 from service.tasks.entity_recognition import EntityRecognition
@@ -293,19 +293,20 @@ async def test_analysis_equals_each_head_alone(engine, heads):
     Mean pooling sums the tokens of a window in another order if the window happens to run in a batch of its own.
     """
     texts = [*TEXTS, LONG]
-    of_texts = ("sentiment", "relevance", "entailment", "entities", "embeddings")
+    of_texts = ("sentiment", "relevance", "entailment", "entities", "embeddings", "sparse")
 
     reply = await engine.answer(Analysis(inputs=texts), ticket(), heads)
 
     assert (heads or of_texts) == reply.heads
     for head in reply.heads:
-        tasks = {"ner": EntityRecognition, "embedding": Embedding}
-        task = tasks.get(HEADS[head].task, Classification)(inputs=texts, truncate="window")
+        task = TASKS[HEADS[head].task](inputs=texts, truncate="window")
         expected = await engine.answer(task, ticket(), (head,))
         assert expected.usage == reply.usage
         for one, other in zip(expected.results, reply.results, strict=True):
             if head == "embeddings":
                 np.testing.assert_allclose(other[head], one, rtol=0, atol=BATCH_TOLERANCE)
+            elif head == "sparse":
+                np.testing.assert_array_equal(np.stack(other[head]), np.stack(one))
             else:
                 assert one == other[head]
 

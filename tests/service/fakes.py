@@ -28,7 +28,7 @@ from service.tasks.entity_recognition import EntityRecognition
 from service.tasks.late_interaction import LateInteractionRanking, TokenEmbedding
 from service.tasks.mask_filling import MaskFilling
 from service.tasks.question_answering import QuestionAnswering
-from service.tasks.reranking import Reranking
+from service.tasks.reranking import HybridRanking, Reranking
 from service.tasks.similarity import Similarity
 from service.tasks.sparse_embedding import SparseEmbedding
 from service.tasks.zero_shot import ZeroShot
@@ -83,7 +83,7 @@ class FakeEngine:
     ) -> Reply[Any]:
         lines = task if isinstance(task, InLines) else None
         task = lines.task if lines else task
-        head, found = fake_results(task)
+        names, found = fake_results(task)
         results = [None if index in self.bad else one for index, one in enumerate(found)]
         self.asked, self.heads, self.ticket = as_task(task), heads, ticket
         self.reached.set()
@@ -105,7 +105,9 @@ class FakeEngine:
             raise self.error
         usage = TokenUsage(tokens=TOKENS, windows=1, truncated=[])
         timing = Timing(0.001, 0.002, 0.003, 0.0005, 0.004, 8, 312)
-        return Reply((head,), results, usage, timing, self.bad)
+        return Reply(
+            (names,) if isinstance(names, str) else names, results, usage, timing, self.bad
+        )
 
     async def run(self, work: Callable[[], Any], tokens: int, ticket: Ticket) -> Any:
         return work()
@@ -122,8 +124,8 @@ def as_task(task: EngineTask[Any]) -> Any:
     return kind(**task.model_dump(include={*kind.model_fields}))
 
 
-def fake_results(task: EngineTask[Any]) -> tuple[str, list[Any]]:
-    """Return a head's name, and the same result for each input of a task."""
+def fake_results(task: EngineTask[Any]) -> tuple[str | Heads, list[Any]]:
+    """Return a head's name, or several, and the same result for each input of a task."""
     match task:
         case Classification():
             labels = [LabelScore("good", 0.75), LabelScore("bad", 0.25)][: task.top_k]
@@ -146,6 +148,9 @@ def fake_results(task: EngineTask[Any]) -> tuple[str, list[Any]]:
             return "tokens", [VECTORS] * (len(task.documents) + 1)
         case SparseEmbedding():
             return "weights", [WEIGHTS] * len(task.inputs)
+        case HybridRanking():
+            found = {"embeddings": VECTOR, "tokens": VECTORS}
+            return tuple(found), [found] * (len(task.rankings["embeddings"].inputs) + 1)
         case Reranking():
             return "relevance", [place / 4 for place in range(len(task.documents))]
         case ZeroShot():

@@ -45,7 +45,7 @@ from service.tasks.late_interaction import TokenEmbedding
 from service.tasks.mask_filling import MaskFilling
 from service.tasks.question_answering import QuestionAnswering
 from service.tasks.sparse_embedding import SparseEmbedding
-from service.tasks.token_sequences import TokenSequences
+from service.tasks.token_sequences import OF_IDS, TokenSequences
 
 BYTES, FLOATS = "BYTES", "FP32"
 INTEGERS: Mapping[str, str] = {"INT64": "<i8", "INT32": "<i4", "UINT64": "<u8", "UINT32": "<u4"}
@@ -456,7 +456,7 @@ def describe_inputs(engine: Engine) -> list[TensorMetadata]:
         *([QUESTION, CONTEXT] if "qa" in tasks else []),
     ]
     found = [TensorMetadata(name, BYTES, [-1], {}) for name in names]
-    if tasks & {"classification", "embedding"}:
+    if tasks & OF_IDS:
         found += [TensorMetadata(name, "INT64", [-1], {}) for name in NUMERIC]
     return found
 

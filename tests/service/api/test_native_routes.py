@@ -285,6 +285,17 @@ async def test_rerank_by_vectors_of_tokens(client, engine):
     assert engine.asked == LateInteractionRanking(query="q", documents=["a", "b"], stride=4)
 
 
+async def test_rerank_by_several_heads(client, engine):
+    """The response names the heads; a request selects one head, or weighs several."""
+    body = {"query": "q", "documents": ["a", "b"], "weights": {"embeddings": 1, "tokens": 3}}
+    content = (await client.post("/rerank", json=body)).json()
+    assert ["embeddings", "tokens"] == content["heads"]
+    assert "head" not in content
+    assert [(0, 1.75), (1, 1.75)] == [(one["index"], one["score"]) for one in content["results"]]
+    response = await client.post("/rerank", json={**body, "head": "tokens"})
+    assert (422, "invalid", "weights") == error_of(response)
+
+
 async def test_documents_that_fail_are_not_ranked(client, engine):
     """They are in `errors`; if the query fails, the request fails."""
     engine.bad = {1: errors.InvalidInput("too long", param="documents[1]")}
