@@ -58,7 +58,7 @@ def describe_head(task: str, config: Mapping[str, Any], folder: Path, **others: 
         labels = read_labels(path, config)
         problem_type = config.get("problem_type")
         if task == "classification":
-            problem_type = _cross_encoder_type(folder, config, len(labels)) or problem_type
+            problem_type = cross_encoder_type(folder, config, len(labels)) or problem_type
         return validate_head(path, task=task, labels=labels, problem_type=problem_type, **fields)
     return validate_head(path, task=task, **{**fields, **others})
 
@@ -113,7 +113,7 @@ def is_cross_encoder(folder: Path) -> bool:
     return read_kind(folder) == "CrossEncoder"
 
 
-def _cross_encoder_type(folder: Path, config: Mapping[str, Any], labels: int) -> str | None:
+def cross_encoder_type(folder: Path, config: Mapping[str, Any], labels: int) -> str | None:
     """Return the problem type that gives a CrossEncoder's scores as its `predict` does; None for no CrossEncoder.
 
     Several labels get a softmax, where `predict` returns logits unless `apply_softmax` is set. A single label of a

@@ -54,6 +54,15 @@ def _text(output: str) -> dict[str, Any]:
     return {"text": {"method": "forward", "method_output_name": output}}
 
 
+# The settings of a CrossEncoder that is a language model: a chat template makes one text of a pair.
+CHAT = {**_text("logits"), "message": {**_text("logits")["text"], "format": "flat"}}
+CHAT_SETTINGS = {
+    "transformer_task": "text-generation",
+    "modality_config": CHAT,
+    "module_output_name": "causal_logits",
+}
+
+
 TRANSFORMER_TABLE = SettingsFile(
     SENTENCE_FILES[0],
     "sentence-transformers",
@@ -152,9 +161,18 @@ SPLADE_TABLE = SettingsFile(
         *no_effect("chunk_size", note="changes how the library computes, not the result"),
     ),
 )
+LOGIT_TABLE = SettingsFile(
+    "1_LogitScore/config.json",
+    "sentence-transformers",
+    (
+        *honored("true_token_id", "false_token_id", note="the score is the difference of logits"),
+        refused("module_input_name", "causal_logits"),
+    ),
+)
 SENTENCE_TABLES = (
     *(TRANSFORMER_TABLE, ROOT_TABLE, MODULES_TABLE),
     *(POOLING_TABLE, DENSE_TABLE, NORMALIZE_TABLE, MASK_TABLE, SPLADE_TABLE),
+    LOGIT_TABLE,
 )
 
 
@@ -296,9 +314,11 @@ def read_sentence_config(folder: Path) -> Mapping[str, Any]:
     if found is None:
         return {}
     path, document = found
+    kind = read_kind(folder)
+    if kind == "CrossEncoder" and CHAT_SETTINGS.items() <= document.items():
+        document = {name: value for name, value in document.items() if name not in CHAT_SETTINGS}
     TRANSFORMER_TABLE.check(path, document)
     task = document.get("transformer_task")
-    kind = read_kind(folder)
     for name in ("query_length", "document_length", "query_expansion"):
         if document.get(name) is not None and kind not in MULTI_VECTOR:
             value = shown(document[name])
@@ -425,7 +445,11 @@ def unknown_sentence_settings(folder: Path) -> dict[str, list[str]]:
     if not is_sentence_directory(folder):
         return {}
     tables = {"Pooling": POOLING_TABLE, "Dense": DENSE_TABLE, "Normalize": NORMALIZE_TABLE}
-    tables |= {"MultiVectorMask": MASK_TABLE, "SpladePooling": SPLADE_TABLE}
+    tables |= {
+        "MultiVectorMask": MASK_TABLE,
+        "SpladePooling": SPLADE_TABLE,
+        "LogitScore": LOGIT_TABLE,
+    }
     modules = read_all_modules(folder)
     documents = [(place / "config.json", tables[kind]) for kind, place in modules if kind in tables]
     documents.append((folder / ROOT, ROOT_TABLE))

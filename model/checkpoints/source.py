@@ -57,6 +57,7 @@ from model.checkpoints.source_files import (
     read_tokenizer,
 )
 from model.checkpoints.tokenizer_files import check_rows, write_tokenizer
+from model.checkpoints.yes_no import is_yes_no, load_yes_no, read_yes_no
 from model.config import MOST
 from model.heads import EncoderWithHeads, SentenceEmbedding, TokenEmbedding
 from service.core.bundle import PROMPT_NAMES, Head, Task
@@ -88,8 +89,14 @@ class Source:
 def read_source(name: str | Path, task: Task | None = None) -> Source:
     """Read a local directory or a hub name; task: see `read_heads`. Raises CheckpointError."""
     folder = locate(name)
-    model = _read_model(folder, task)
-    tokenizer = read_tokenizer(folder)
+    if is_yes_no(folder, task):
+        tokenizer = read_tokenizer(folder, framed=False)
+        scoring = read_yes_no(folder, tokenizer)
+        model = load_yes_no(folder, scoring)
+        scoring.append(tokenizer)
+    else:
+        model = _read_model(folder, task)
+        tokenizer = read_tokenizer(folder)
     check_rows(folder, tokenizer, model.config.vocab_size)
     return Source(folder, model, tokenizer, read_max_length(folder))
 

@@ -32,9 +32,12 @@ EXPECTED = "Transformer, Pooling, any Dense, and Normalize or not"
 ORDER = re.compile(r"Transformer, Pooling(, Dense)*(, Normalize)?")
 
 
-def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
-    """Read a directory's tokenizer, as sentence-transformers does for its own files. Raises CheckpointError."""
-    tokenizer = tokenizer_files.read_tokenizer(encoder_folder(folder))
+def read_tokenizer(folder: Path, framed: bool = True) -> tokenizers.Tokenizer:
+    """Read a directory's tokenizer, as sentence-transformers does for its own files. Raises CheckpointError.
+
+    framed: refuse one without special tokens around texts
+    """
+    tokenizer = tokenizer_files.read_tokenizer(encoder_folder(folder), framed)
     lower_case(tokenizer, read_sentence_config(folder))
     mark_prefixes(tokenizer, folder)
     return tokenizer

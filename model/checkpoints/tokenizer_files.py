@@ -49,11 +49,13 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in VOCABULARIES)
 
 
-def read_tokenizer(folder: Path) -> Tokenizer:
+def read_tokenizer(folder: Path, framed: bool = True) -> Tokenizer:
     """Read a directory's tokenizer, without truncation or padding.
 
     Token types of its template are those that the model gets: all 0 where `model_input_names` has no token_type_ids,
     or where the model has one type only. Raises CheckpointError, one line with file, setting and value.
+
+    framed: refuse a template without special tokens
     """
     if find_spec("transformers") is None:
         tokenizer, inputs = _read_saved(folder)
@@ -67,7 +69,7 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     tokenizer.no_padding()
     _check_ids(folder, tokenizer)
     path = folder / SAVED
-    _check_template(path if path.is_file() else folder, tokenizer)
+    _check_template(path if path.is_file() else folder, tokenizer, framed)
     types = read_optional_object(folder / "config.json").get("type_vocab_size", 2)
     if "token_type_ids" not in inputs or (isinstance(types, int) and types < 2):
         _drop_segments(tokenizer)
@@ -88,6 +90,14 @@ def read_special_token(folder: Path, name: str) -> str | None:
     """Return the token that transformers' AutoTokenizer has as `name`, such as "mask_token"; None if it has none."""
     token: str | None = _load(folder).special_tokens_map.get(name)
     return token
+
+
+def render_chat(folder: Path, query: str, document: str) -> str:
+    """Return the text that a directory's chat template makes of a pair. Raises CheckpointError."""
+    pair = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+    loaded = _load(folder)
+    with _refusing(f"{folder}: the chat template cannot be rendered"):
+        return str(loaded.apply_chat_template(pair, tokenize=False))
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer, output: Path) -> Path:
@@ -308,13 +318,13 @@ def _check_normalizer(folder: Path, kind: str, loaded: Any) -> None:
         )
 
 
-def _check_template(path: Path, tokenizer: Tokenizer) -> None:
+def _check_template(path: Path, tokenizer: Tokenizer, framed: bool) -> None:
     """Refuse a tokenizer that fails on some text, or that puts no special tokens around texts."""
     with _refusing(f"{path}: the tokenizer fails on a text"):
         found = [tokenizer.encode("a"), tokenizer.encode("a", "a"), tokenizer.encode(PROBE)]
         tokenizer.encode_batch([*REPETITIONS])
     for encoding, texts in zip(found, (1, 2, 1), strict=True):
-        if not any(encoding.special_tokens_mask):
+        if framed and not any(encoding.special_tokens_mask):
             raise CheckpointError(
                 f"{path}: post_processor puts no special tokens around a text; add a template with some"
             )

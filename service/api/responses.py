@@ -224,6 +224,9 @@ class ServedHead(BaseModel):
     calibration_temperature: float | None = Field(
         None, description="of a classification head whose scores can be `calibrated`"
     )
+    pair_prompt: str | None = Field(
+        None, description="of a reranker: the text before a document, with {first} for the query"
+    )
     null_threshold: float
     max_answer_tokens: int
     max_query_tokens: int

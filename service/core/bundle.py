@@ -53,6 +53,7 @@ OutputDtype = Literal["float", "int8", "uint8", "binary", "ubinary"]
 # The smallest and the largest number of each dimension.
 Ranges = tuple[tuple[float, ...], tuple[float, ...]]
 PROMPT_NAMES = ("query", "document")  # prompts that sentence-transformers always has
+FIRST_TEXT = "{first}"  # in a `pair_prompt`
 EMBEDDING_FIELDS = (
     *("prompts", "default_prompt", "include_prompt", "input_type"),
     *("matryoshka_dimensions", "quantization_ranges"),
@@ -146,6 +147,8 @@ class Head(_Record):
 
     mask_token_id: the id of the token that a fill-mask head fills in
     vocabulary_size: the logits of a fill-mask head for each mask token, or the tokens that a sparse head may weigh
+    pair_prompt: of a classification head: the text before the second text of a pair, in which FIRST_TEXT stands for the
+        first; None for the tokenizer's template of pairs
     calibration_temperature: what logits of a classification head are divided by to calibrate its scores (Guo et al.
         2017); None where it was not fitted
     """
@@ -165,6 +168,7 @@ class Head(_Record):
     sparse: Sparse | None = None
     demo: bool = False
     calibration_temperature: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    pair_prompt: str | None = None
     # Of embedding heads:
     prompts: dict[str, str] = {}
     default_prompt: str | None = None
@@ -183,6 +187,10 @@ class Head(_Record):
             raise ValueError(f"{min(used)} is for embedding heads only")
         if self.calibration_temperature is not None and not self.has_classes:
             raise ValueError("calibration_temperature is for classification heads with labels only")
+        if self.pair_prompt is not None and self.task != "classification":
+            raise ValueError("pair_prompt is for classification heads only")
+        if FIRST_TEXT not in (self.pair_prompt or FIRST_TEXT):
+            raise ValueError(f"pair_prompt: {FIRST_TEXT} is missing, where the first text stands")
         if self.task == "late-interaction" and None in (self.late_interaction, self.dimensions):
             raise ValueError("a late-interaction head needs its dimensions and late_interaction")
         if self.late_interaction is not None and self.task != "late-interaction":
@@ -230,6 +238,10 @@ class Head(_Record):
     def has_classes(self) -> bool:
         """Whether the outputs are logits of labels of a text, which scores can be calibrated for."""
         return self.task == "classification" and self.problem_type != "regression"
+
+    def before_second(self, first: str) -> str:
+        """Return the text before the second text of a pair; empty for a head without a `pair_prompt`."""
+        return (self.pair_prompt or "").replace(FIRST_TEXT, first)
 
     @property
     def pooling_modes(self) -> tuple[PoolingMode, ...]:

@@ -189,6 +189,13 @@ class Engine:
             raise InvalidInput(f"{self.id} takes strides of at most {longest}", param="stride")
         return wanted
 
+    def check_prompt(self, prompt: str, param: str) -> None:
+        """Raise InvalidInput for a prompt that is too long for each window of a long text. param: its field"""
+        tokens, most = self.encoder.count_tokens(prompt), self.encoder.longest_prompt
+        if tokens > most:
+            reason = f'the prompt has {tokens} tokens; with truncate "window" it may have {most}'
+            raise InvalidInput(reason, param=param)
+
     # -- answers ----------------------------------------------------------------------------------
 
     async def answer(

@@ -56,6 +56,10 @@ class Classification(Inputs, Windowed):
                 return engine.encoder.windows(texts, truncate=self.truncate, stride=stride)
             if self.truncate == "window":
                 raise InvalidInput("pairs have no windows: say true or false", param="truncate")
+            if head.pair_prompt:
+                both = zip(texts, pairs[part], strict=True)
+                joined = [head.before_second(first) + second for first, second in both]
+                return engine.encoder.windows(joined, truncate=self.truncate)
             return engine.encoder.pairs(texts, pairs[part], truncate=self.truncate)
 
         def labels(_: int, item: Cut, outputs: list[Floats]) -> list[LabelScore]:

@@ -65,7 +65,8 @@ class Embedding(Inputs, Windowed):
         name, head = self._select_head(engine, heads)
         stride = engine.check_stride(self.stride)
         prompt = self._prompt(name, head)
-        self._check_prompt(engine, prompt)
+        if prompt and self.truncate == "window":
+            engine.check_prompt(prompt, "prompt" if self.prompt else "truncate")
         self._check_dimensions(name, head)
         normalize = head.normalize if self.normalize is None else self.normalize
         ranges = self._ranges(name, head, normalize)
@@ -117,15 +118,6 @@ class Embedding(Inputs, Windowed):
             reason = f"{name} has no prompt {self.prompt_name!r}, only {_listed([*prompts])}"
             raise InvalidInput(reason, param="prompt_name")
         return prompts[chosen or ""]
-
-    def _check_prompt(self, engine: Engine, prompt: str) -> None:
-        """Raise InvalidInput for a prompt that is too long for each window of a long text."""
-        if not prompt or self.truncate != "window":
-            return
-        tokens, most = engine.encoder.count_tokens(prompt), engine.encoder.longest_prompt
-        if tokens > most:
-            reason = f'the prompt has {tokens} tokens; with truncate "window" it may have {most}'
-            raise InvalidInput(reason, param="prompt" if self.prompt else "truncate")
 
     def _check_dimensions(self, name: str, head: Head) -> None:
         """Raise InvalidInput for more dimensions than the head has, and for a number that it was not trained for."""

@@ -74,7 +74,15 @@ class Reranking(Documents):
         stride, encoder = engine.check_stride(self.stride), engine.encoder
         query = Shared("query", [len(self.query)], lambda _: encoder.text_ids([self.query]))
 
+        prompt = head.before_second(self.query)
+        if prompt and self.truncate == "window":
+            engine.check_prompt(prompt, param="query")
+
         def encode(part: slice) -> Sequence[Cut]:
+            if prompt:
+                return encoder.windows(
+                    self.documents[part], truncate=self.truncate, stride=stride, prompt=prompt
+                )
             documents = encoder.text_ids(self.documents[part], self.truncate)
             return encoder.one_with_each(
                 query.items[0], documents, truncate=self.truncate, stride=stride

@@ -29,4 +29,5 @@ def engine(max_length: int = 16, **heads: dict[str, Any]) -> Any:
     )
     made.select_head = lambda task, wanted: Engine.select_head(made, task, wanted)
     made.check_stride = lambda wanted: Engine.check_stride(made, wanted)
+    made.check_prompt = lambda prompt, param: Engine.check_prompt(made, prompt, param)
     return made
