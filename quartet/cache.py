@@ -1,11 +1,10 @@
 """Bundles that Quartet exported from checkpoints, ONNX graphs and names on the hub, each once.
 
-`~/.cache/quartet/KEY/` has the bundle in a folder of the model's name, and `source.json`. KEY is a hash of the files'
-contents or of the hub's commit, and of Quartet's version. The directory follows XDG_CACHE_HOME.
+`service.core.bundle_cache` has the layout. The key of an entry is a hash of the files' contents, of their versions at
+an address or of the hub's commit, and of Quartet's version.
 """
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -15,18 +14,27 @@ import signal
 import subprocess
 import sys
 import tarfile
-import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from quartet.progress import Progress
 from service import __version__
+from service.core.bundle import BundleError
+from service.core.bundle_cache import (
+    SOURCE,
+    Entry,
+    NoBundle,
+    Source,
+    entries,
+    entry_of,
+    fetch,
+    root,
+    writing,
+)
 from service.core.bundle_versions import MANIFEST, versions_of
+from service.core.remote_files import RemoteError, address, files_at
 from service.processes.child_process import child_python
 
-SOURCE = "source.json"
 BUNDLES = Path("bundles")  # where `quartet train` writes
 # Of the cache: above it, the entries that were not used for the longest time are removed.
 MOST_BYTES = 20 * 10**9
@@ -44,62 +52,11 @@ class SourceError(Exception):
     """A model that cannot be opened or exported; the message has its name and the reason in one line."""
 
 
-@dataclass(frozen=True)
-class Source:
-    """The origin of a bundle.
-
-    name: a path, or a name on the hub without its revision
-    commit, revision: on the hub, as it was found and as it was requested; "" for a path and for the default revision
-    """
-
-    name: str
-    key: str
-    commit: str = ""
-    revision: str = ""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A bundle in the cache."""
-
-    folder: Path
-    source: Source
-
-    @property
-    def bundle(self) -> Path:
-        return next(path.parent for path in self.folder.glob(f"*/{MANIFEST}"))
-
-    @property
-    def size(self) -> int:
-        """Bytes of all files."""
-        return sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
-
-    @property
-    def used_s(self) -> float:
-        """The time of the last use, in seconds since 1970."""
-        return (self.folder / SOURCE).stat().st_mtime
-
-
-def root() -> Path:
-    """Return the directory of the cache, which need not exist."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "quartet"
-
-
-def entries() -> list[Entry]:
-    """Return the complete entries of this version and of others, the last used first."""
-    found = []
-    for file in root().glob(f"[!.]*/{SOURCE}"):
-        fields = json.loads(file.read_text(encoding="utf-8"))
-        found.append(Entry(file.parent, Source(**fields)))
-    return sorted(found, key=lambda entry: -entry.used_s)
-
-
 def resolve(name: str) -> Path:
     """Return the bundle of a model, which is exported first where the cache does not have it. Raises SourceError.
 
     name: a bundle, the name of one in bundles/, a checkpoint, a directory or file with an ONNX graph, a file that
-    `quartet pull --to` wrote, or NAME[@REVISION] on the hub
+    `quartet pull --to` wrote, NAME[@REVISION] on the hub, or the address of a bundle or a checkpoint
     """
     path = Path(name)
     if (path / MANIFEST).is_file():
@@ -118,8 +75,20 @@ def resolve(name: str) -> Path:
 
 
 def find(name: str) -> Entry:
-    """Return the entry of a path or of a hub name, which is exported first where there is none. Raises SourceError."""
+    """Return the entry of a path, an address or a hub name, which is exported first where there is none.
+
+    Raises SourceError.
+    """
     path = Path(name)
+    if url := address(name):
+        try:
+            return fetch(url)
+        except NoBundle:
+            name = url.removeprefix("hf://")
+            if name == url or name.count("/") > 1:
+                return find_checkpoint(url)
+        except BundleError as error:
+            raise SourceError(str(error)) from None
     if path.exists():
         source = Source(str(path.resolve()), make_key(hash_files(path)))
         return entry_of(source) or export(source, name, folder_of(path).name)
@@ -130,13 +99,20 @@ def find(name: str) -> Entry:
     return entry_of(source) or export(source, f"{model}@{source.commit}", model)
 
 
-def entry_of(source: Source) -> Entry | None:
-    """Return the entry of a source, and note its use; None where it is not in the cache."""
-    entry = Entry(root() / source.key, source)
-    if not (entry.folder / SOURCE).is_file():
-        return None
-    os.utime(entry.folder / SOURCE)
-    return entry
+def find_checkpoint(url: str) -> Entry:
+    """Return the entry of a checkpoint or an ONNX graph at an address, exported where its files have changed."""
+    from model.checkpoints.hub_download import READ_FILES
+
+    try:
+        files = files_at(url).list(READ_FILES)
+    except RemoteError as error:
+        raise SourceError(str(error)) from None
+    if not {"config.json", "modules.json"} & files.keys():
+        raise SourceError(
+            f"{url}: no bundle and no checkpoint: it has no {MANIFEST} and no config.json"
+        )
+    source = Source(url, make_key(f"{url} {sorted(files.items())}"))
+    return entry_of(source) or export(source, url, Path(url).name)
 
 
 def make_key(content: str) -> str:
@@ -216,26 +192,6 @@ def last_commit(model: str, revision: str) -> str:
 
 
 # -- writing ------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def writing(source: Source) -> Iterator[Path | None]:
-    """Yield a temporary folder that becomes the entry of a source; None where another process wrote it meanwhile."""
-    root().mkdir(parents=True, exist_ok=True)
-    with (root() / f".{source.key}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if entry_of(source) is not None:
-            yield None
-            return
-        for stale in root().glob(f".{source.key}.*/"):  # of a process that was killed
-            shutil.rmtree(stale)
-        folder = Path(tempfile.mkdtemp(prefix=f".{source.key}.", dir=root()))
-        try:
-            yield folder
-            (folder / SOURCE).write_text(json.dumps(asdict(source)), encoding="utf-8")
-            folder.rename(root() / source.key)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def export(source: Source, origin: str, name: str) -> Entry:

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 
-from quartet import cache
 from quartet.command import DISTRIBUTION
 from service import __version__
+from service.core import bundle_cache
 from service.memory_limit import memory_limit
 from service.settings import affinity_cores, cgroup_cores, usable_cores
 
@@ -190,10 +190,10 @@ def check_hub() -> Iterator[Finding]:
 
 
 def check_cache() -> Iterator[Finding]:
-    folder = cache.root()
+    folder = bundle_cache.root()
     place = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(place).free
-    found = f"{folder}: {len(cache.entries())} models, {free / 1e9:.1f} GB free"
+    found = f"{folder}: {len(bundle_cache.entries())} models, {free / 1e9:.1f} GB free"
     if not os.access(place, os.W_OK):
         yield found, f"{place} cannot be written: set XDG_CACHE_HOME"
     else:

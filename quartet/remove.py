@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 
 from quartet import cache
+from service.core import bundle_cache
+from service.core.remote_files import address
 
 
 def parser() -> argparse.ArgumentParser:
@@ -25,9 +27,9 @@ def main() -> int:
     arguments = parser().parse_args()
     if not arguments.names and not arguments.all:
         parser().error("name a model, or give --all")
-    unwanted = cache.entries() if arguments.all else []
+    unwanted = bundle_cache.entries() if arguments.all else []
     for name in arguments.names:
-        found = [entry for entry in cache.entries() if is_named(entry, name)]
+        found = [entry for entry in bundle_cache.entries() if is_named(entry, name)]
         if not found:
             print(
                 f"quartet: {name} is not in the cache; quartet list lists the models",
@@ -42,7 +44,9 @@ def main() -> int:
     return 0
 
 
-def is_named(entry: cache.Entry, name: str) -> bool:
+def is_named(entry: bundle_cache.Entry, name: str) -> bool:
+    if address(name):
+        return entry.source.name == address(name)
     model, _, commit = name.partition("@")
     return entry.source.name in (
         model,

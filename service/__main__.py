@@ -15,6 +15,7 @@ import asyncio
 import importlib.util
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,9 +26,10 @@ from pydantic.fields import FieldInfo
 
 from service import __version__
 from service.core.program_name import program_name
+from service.core.remote_files import address, full_name
 from service.memory_limit import memory_limit
 from service.observability import logs
-from service.processes.child_process import drop_early
+from service.processes.child_process import child_python, drop_early
 from service.processes.supervisor import Processes
 from service.server.connection_limits import LEAST_FILES, allowed_files
 from service.server.sockets import reuse_address
@@ -105,6 +107,8 @@ def serve(settings: Settings, source: KeySource | None = None) -> None:
             reserved.append(reserve(settings.host, settings.grpc_port))
             port = reserved[0].getsockname()[1]
             settings = settings.model_copy(update={"grpc_port": port})
+        if any(map(address, settings.bundles)):
+            settings = settings.model_copy(update={"bundles": download(settings.bundles)})
         limit = memory_limit()
         workers = settings.workers(usable_cores(), limit.size if limit else None)
         settings = settings.model_copy(update={"http_workers": workers})
@@ -118,6 +122,18 @@ def serve(settings: Settings, source: KeySource | None = None) -> None:
     finally:
         for listener in [*listeners, *reserved]:
             listener.close()  # also removes the file of a Unix socket
+
+
+def download(bundles: Sequence[Path]) -> tuple[Path, ...]:
+    """Return the directories of bundles, some of them at addresses. Exits with status 3 where one is refused.
+
+    A process of its own downloads them, so that the libraries of stores take no memory later.
+    """
+    command = [*child_python(), "-m", "service.core.bundle_cache", *map(full_name, bundles)]
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if run.returncode:
+        raise SystemExit(3)  # the reason is printed
+    return tuple(map(Path, run.stdout.splitlines()))
 
 
 def parser(

@@ -25,6 +25,7 @@ from pydantic_settings import (
 
 from service.core.device_kind import DeviceKind, Slots
 from service.core.device_table import KINDS, check_name, expected_kind
+from service.core.remote_files import address
 from service.keys import PLAIN, Keys
 from service.variables import PREFIX, is_ours, variable
 
@@ -63,12 +64,17 @@ class Settings(BaseSettings):
     )
     bundles: Annotated[tuple[Path, ...], NoDecode] = Field(
         (),
-        description="bundle directories; the first is the default model"
+        description="bundle directories or addresses; the first is the default model"
         f" (the variable separates them with {os.pathsep!r})",
     )
     models_dir: Path | None = Field(
         None,
-        description="directory of bundles that can be loaded while the service runs; unset, none can",
+        description="directory or address of bundles that can be loaded while the service runs; unset, none can",
+    )
+    model_sources: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="addresses such as s3://bucket/models/ below which administrators may load bundles; unset, only"
+        " models_dir (the variable separates them with ',')",
     )
     watch_s: float | None = Field(
         None,
@@ -319,7 +325,7 @@ class Settings(BaseSettings):
     @classmethod
     def _split(cls, value: object) -> object:
         if isinstance(value, str):
-            return [*filter(None, value.split(os.pathsep))]
+            return [*filter(None, re.split(f"{os.pathsep}(?!//)", value))]
         return [value] if isinstance(value, Path) else value
 
     @field_validator("aliases", mode="before")
@@ -338,8 +344,12 @@ class Settings(BaseSettings):
     @field_validator("watch_s")
     @classmethod
     def _somewhere(cls, value: float | None, info: ValidationInfo) -> float | None:
-        if value is not None and info.data.get("models_dir") is None:
+        if value is None:
+            return None
+        if (root := info.data.get("models_dir")) is None:
             raise ValueError("needs models_dir, which is unset")
+        if (url := address(root)) and url.startswith("http"):
+            raise ValueError(f"{url} has no list of its files: watch hf://, s3:// or gs://")
         return value
 
     @field_validator("uds")
@@ -383,7 +393,15 @@ class Settings(BaseSettings):
                 ip_network(name)  # its ValueError names the fault
         return value
 
-    @field_validator("cors_origins", "allowed_hosts", mode="before")
+    @field_validator("model_sources")
+    @classmethod
+    def _are_addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for source in value:
+            if address(source) is None:
+                raise ValueError(f"{source!r} is not an address such as s3://bucket/models/")
+        return tuple(f"{source.rstrip('/')}/" for source in value)  # not also a longer name
+
+    @field_validator("model_sources", "cors_origins", "allowed_hosts", mode="before")
     @classmethod
     def _split_names(cls, value: object) -> object:
         return [*map(str.strip, value.split(","))] if isinstance(value, str) else value

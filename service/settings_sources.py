@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import SecretStr, ValidationError
 
+from service.core.remote_files import address
 from service.core.token_table import read_token_table
 from service.keys import ONLY, Key, Keys, digest, join_keys, read_keys
 from service.settings import Settings, Variables, did_you_mean, flag
@@ -49,7 +50,8 @@ class Configuration:
 def configure(flags: Given) -> Configuration:
     """Read the settings from flags, by field names, from the environment and from a file. Raises ConfigError."""
     given, origins, path = gather(flags)
-    if given.models_dir is not None and not given.models_dir.is_dir():
+    folder = given.models_dir
+    if folder is not None and not (address(folder) or folder.is_dir()):
         raise ConfigError(f"{origins['models_dir']}: {given.models_dir} is no directory")
     if given.tiktoken_file is not None:
         check_token_table(given.tiktoken_file)
@@ -153,7 +155,7 @@ def strange(read: Given) -> Iterator[str]:
 def beside(path: Path, value: object) -> object:
     if isinstance(value, list):
         return [beside(path, item) for item in value]
-    return path.parent / value if isinstance(value, str) else value
+    return path.parent / value if isinstance(value, str) and not address(value) else value
 
 
 # -- bundles and keys ---------------------------------------------------------------------------------
@@ -264,5 +266,7 @@ def shown(value: object) -> str:
             names = (f"{k}={v}" if isinstance(v, str) else k for k, v in value.items())
             return ", ".join(names) or "none"
         case tuple():
-            return ", ".join(map(str, value)) or "none"
+            return ", ".join(map(shown, value)) or "none"
+        case Path():
+            return address(value) or str(value)
     return str(value)

@@ -87,7 +87,9 @@ def test_service_imports_only_what_serving_installs():
     # spans brings shares its name with the API, and is imported only where spans are asked for. The packages of the
     # extra for gRPC are imported only where `grpc_port` is set: tests/service/api/dialects/test_open_inference.py.
     handed_on = {"starlette", "pydantic_core"}
-    known = {"service"} | handed_on | declared("cpu", "grpc", "bulk") | sys.stdlib_module_names
+    known = (
+        {"service"} | handed_on | declared("cpu", "grpc", "hub", "bulk") | sys.stdlib_module_names
+    )
     used = {
         name.split(".")[0]
         for module in MODULES

@@ -1,11 +1,17 @@
-"""Checkpoints on the hub: their names and revisions, and which of their files are downloaded.
+"""Checkpoints on the hub and at addresses: their names and revisions, and which of their files are downloaded.
 
 The files are those that a reader opens: settings and tokenizers first, then weights of the folders that these name. A
 pickle is downloaded only for a folder without safetensors files.
 """
 
+import atexit
+import json
 import re
+import shutil
+import tempfile
 from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase as fnmatch
+from functools import cache
 from glob import escape
 from pathlib import Path
 
@@ -20,6 +26,7 @@ from model.checkpoints.sentence_config import (
     read_all_modules,
 )
 from model.checkpoints.weight_files import ADAPTER, INDEX, PICKLE, SAFETENSORS
+from service.core.remote_files import RemoteError, address, copy, files_at
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 CONFIG_FILES = ("config.json", "heads.json", "provenance.json", ADAPTER)
@@ -38,17 +45,26 @@ SETTINGS_FILES = (
 )
 OTHER_FRAMEWORKS = ("onnx/*", "openvino/*", "coreml/*", "flax/*")
 PLACES = ("model.onnx", "onnx/model.onnx")  # a graph here is taken, whatever other graphs there are
+# Where a server has no list of its files, they are looked for by these names.
+READ_FILES = (*SETTINGS_FILES, SAFETENSORS, PICKLE, *PLACES)
 GENERATOR = "generator"  # of an ELECTRA that was pretrained here
 
 
 def split_name(source: str) -> tuple[str, str | None]:
     """Return the name and the revision of `NAME@REVISION`; None for the hub's default. Raises CheckpointError."""
-    name, at, revision = source.partition("@")
+    if (url := address(source)) and not is_repository(url):
+        return url, None
+    name, at, revision = source.removeprefix("hf://").partition("@")
     if at and not (name and revision):
         raise CheckpointError(
             f"{source}: must be NAME or NAME@REVISION, with a branch, tag or commit"
         )
     return name, revision if at else None
+
+
+def is_repository(source: str) -> bool:
+    """Return whether an address is that of a model on the hub, `hf://OWNER/NAME`, and not of a folder in it."""
+    return source.startswith("hf://") and source.count("/") == 3
 
 
 def join_name(source: str, revision: str | None) -> str:
@@ -90,10 +106,15 @@ def download_graph(source: str) -> Path:
 
 
 def list_files(source: str) -> list[str]:
-    """Return the paths of all files of NAME or NAME@REVISION; of the hub client's cache without a connection."""
+    """Return the paths of all files of NAME or NAME@REVISION; of the hub client's cache without a connection.
+
+    At an address of a web server, of those of `READ_FILES`. Raises RemoteError where an address cannot be read.
+    """
+    name, revision = split_name(source)
+    if address(name):
+        return list(files_at(name).list(READ_FILES))
     from huggingface_hub import HfApi, snapshot_download
 
-    name, revision = split_name(source)
     try:
         return list(HfApi().list_repo_files(name, revision=revision))
     except Exception:  # the hub client's many errors mean one thing here
@@ -153,6 +174,8 @@ def _fetch(
     patterns: Sequence[str],
     ignored: Sequence[str] = OTHER_FRAMEWORKS,
 ) -> Path:
+    if address(name):
+        return _copy(name, patterns, ignored)
     try:
         from huggingface_hub import snapshot_download
     except ModuleNotFoundError:
@@ -174,6 +197,47 @@ def _fetch(
         raise CheckpointError(
             f"{source} is no local directory, and the hub does not provide it: {reason}"
         ) from error
+
+
+def _copy(url: str, patterns: Sequence[str], ignored: Sequence[str]) -> Path:
+    """Copy the files of an address that match patterns, unless they are there. Raises CheckpointError."""
+    folder = _folder_of(url)
+    try:
+        files = files_at(url)
+        for _ in range(2):  # first the files that name folders and shards
+            for name in files.list(_named(folder, patterns)):
+                is_read = any(fnmatch(name, pattern) for pattern in patterns)
+                if is_read and not any(fnmatch(name, pattern) for pattern in ignored):
+                    target = (folder / name).resolve()
+                    if folder not in target.parents:
+                        raise CheckpointError(f"{url}: {name} leads out of the folder")
+                    if not target.exists():
+                        copy(files, name, target)
+    except (RemoteError, FileNotFoundError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{url}: {error}") from None
+    if not folder.is_dir():
+        raise CheckpointError(f"{url}: none of the files of a checkpoint is there")
+    return folder
+
+
+def _named(folder: Path, patterns: Iterable[str]) -> list[str]:
+    """Return the names of patterns, at the top and in the folders of modules, and of the shards of weights."""
+    names = [pattern for pattern in patterns if "*" not in pattern]
+    if is_sentence_directory(folder):
+        places = [place.relative_to(folder) for _, place in read_all_modules(folder)]
+        names += [(place / name).as_posix() for place in places for name in names]
+    for index in folder.glob(f"**/*{INDEX}"):
+        shards = {*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+        names += [(index.parent.relative_to(folder) / str(shard)).as_posix() for shard in shards]
+    return list(dict.fromkeys(names))
+
+
+@cache
+def _folder_of(url: str) -> Path:
+    """Return a directory for the files of an address, which is removed when the process ends."""
+    folder = Path(tempfile.mkdtemp()).resolve() / Path(url).name
+    atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
+    return folder
 
 
 def commit_of(folder: Path) -> str | None:

@@ -314,7 +314,10 @@ class AdminRequest(Strict):
 
 
 class LoadRequest(AdminRequest):
-    path: str = Field(description="the bundle's directory in `models_dir`, by its name or its path")
+    path: str = Field(
+        description="the bundle's directory in `models_dir`, by its name or its path; or an address that"
+        " `model_sources` allows"
+    )
     promote: bool = Field(
         True,
         description="make it the current version of its name; false: it answers requests for `name@version` only",

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 from service.bulk.rows import ROUTES, Outcome, Row
 from service.core.bundle import Head, Manifest
 from service.core.bundle import load as load_bundle
+from service.core.bundle_cache import fetch_bundle
 from service.core.data_files.columns import Needs
 from service.core.data_files.text_files import DataError
 from service.core.session import usable_kinds
@@ -39,6 +40,7 @@ class Predictor:
         options: Mapping[str, Any] | None = None,
         precision: str = "auto",
     ) -> None:
+        bundle = fetch_bundle(bundle)
         manifest = load_bundle(bundle).manifest
         name, chosen = choose_head(manifest, head)
         self.task = chosen.task

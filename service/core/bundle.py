@@ -556,14 +556,14 @@ def read_texts(bundle: Bundle) -> BundleTexts:
 
 def read_manifest(folder: Path) -> Manifest:
     """Read a bundle's manifest alone. Raises BundleError."""
-    return _parse(folder, _read_manifest(folder))
+    return parse_manifest(folder, _read_manifest(folder))
 
 
 def load(path: Path | str) -> Bundle:
     """Read a bundle, and check what can be checked without a run. Raises BundleError with the wrong file or field."""
     folder = Path(path)
     text = _read_manifest(folder)
-    manifest = _parse(folder, text)
+    manifest = parse_manifest(folder, text)
     for precision, tolerance in manifest.goldens.tolerance.items():
         if tolerance.max_difference is None and not tolerance.min_cosine:
             raise BundleError(folder, f"the golden tolerance for {precision} is empty")
@@ -595,7 +595,8 @@ def _read_manifest(folder: Path) -> bytes:
         raise BundleError(folder, f"{MANIFEST} cannot be read: {error.strerror}") from None
 
 
-def _parse(folder: Path, text: bytes) -> Manifest:
+def parse_manifest(folder: Path | str, text: bytes) -> Manifest:
+    """Return a manifest from its text. folder: for messages. Raises BundleError."""
     try:
         return Manifest.model_validate_json(text)
     except ValidationError as error:

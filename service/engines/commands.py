@@ -22,7 +22,7 @@ class LoadModel:
 
     name: ClassVar[str] = "load"
 
-    path: str  # the bundle's directory in `models_dir`, by its name or its path
+    path: str  # the bundle's directory in `models_dir`, by its name or its path, or its address
     by: str  # the API key's name, for the log
     # Make it the current version of its name; otherwise only `name@version` selects it.
     promote: bool = True

@@ -11,6 +11,7 @@ from fastapi import FastAPI
 
 from service import liveness
 from service.api.app import create_app
+from service.core.bundle_cache import fetch_bundle
 from service.engines.local_device import open_device
 from service.engines.registry import Engines
 from service.errors import NotReady
@@ -90,6 +91,8 @@ async def open_local_engines(
 
     trial: see `ModelManager`
     """
+    own = [await asyncio.to_thread(fetch_bundle, path) for path in settings.bundles]
+    settings = settings.model_copy(update={"bundles": tuple(own)})
     async with open_device(settings, metrics) as device:
         manager = ModelManager(device, settings, metrics, trial=trial)
         await asyncio.to_thread(manager.open)

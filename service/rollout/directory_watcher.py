@@ -9,14 +9,18 @@ which the `ModelManager` executes.
 import asyncio
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import structlog
 
-from service.core.bundle import MANIFEST
+from service.core.bundle import MANIFEST, BundleError
+from service.core.bundle_cache import Unreachable, fetch_bundle
+from service.core.remote_files import address, files_at, full_name
 from service.engines.commands import LoadModel, UnloadModel
 from service.engines.model_state import ServedModel
 from service.errors import Conflict, QuartetError
@@ -32,8 +36,8 @@ BY = "models_dir"  # the origin of the commands, for the log
 class SeenBundle:
     """The state of a bundle's directory at a scan."""
 
-    # Name, size in bytes and modification time in nanoseconds of each file.
-    files: tuple[tuple[str, int, int], ...]
+    # Name, size in bytes and modification time in nanoseconds of each file; at an address, name and version.
+    files: tuple[tuple[str, int, int] | tuple[str, str], ...]
     sha256: str  # of the manifest
     name: str | None  # the model's, if the manifest can be read
     # Arrival time in nanoseconds: the later status change of the manifest and of the directory, which may be moved.
@@ -67,6 +71,26 @@ def examine(folder: Path) -> SeenBundle:
     return SeenBundle(files, hashlib.sha256(text).hexdigest(), read_name(text), came)
 
 
+def scan_address(url: str) -> dict[Path, SeenBundle | None]:
+    """Return addresses with a manifest below an address, except hidden ones. Raises OSError."""
+    store, folders = files_at(url), defaultdict[str, list[tuple[str, str]]](list)
+    listing = store.list()
+    for path, (version, _) in sorted(listing.items()):
+        folder, _, name = path.partition("/")
+        if name and not folder.startswith("."):
+            folders[folder].append((name, version))
+    found: dict[Path, SeenBundle | None] = {}
+    for folder, files in folders.items():
+        manifest = f"{folder}/{MANIFEST}"
+        if manifest in listing:
+            with store.open(manifest) as file:
+                text = file.read()
+            _, came = listing[manifest]
+            sha256 = hashlib.sha256(text).hexdigest()
+            found[Path(url, folder)] = SeenBundle(tuple(files), sha256, read_name(text), came)
+    return found
+
+
 def read_name(manifest: bytes) -> str | None:
     with suppress(ValueError, TypeError, KeyError):
         return str(json.loads(manifest)["name"])
@@ -77,7 +101,8 @@ class DirectoryWatcher:
     """A watcher that keeps a model manager's models equal to the bundles in a directory."""
 
     def __init__(self, root: Path, manager: ModelManager) -> None:
-        self._root = root.absolute()
+        url = address(root)
+        self._scan = partial(scan_address, url) if url else partial(scan_bundles, root.absolute())
         self._manager = manager
         self._last: Look = {}
         # The state in which a bundle was loaded or refused.
@@ -89,7 +114,7 @@ class DirectoryWatcher:
         """Scan the directory every `every_s` seconds, without end."""
         while True:
             try:
-                await self.heed(await asyncio.to_thread(scan_bundles, self._root))
+                await self.heed(await asyncio.to_thread(self._scan))
                 self._blind = False
             except OSError as error:
                 self._tell(error)
@@ -123,6 +148,14 @@ class DirectoryWatcher:
         rivals = [other.came for other in bundles if other.name == seen.name]
         promote = seen.came >= max(rivals)
         try:
+            await asyncio.to_thread(fetch_bundle, folder)
+        except Unreachable as error:
+            del self._known[folder]  # the next scan tries again
+            self._tell(error)
+            return
+        except BundleError:  # the manager finds it again, and logs it
+            pass
+        try:
             await self._manager.execute(LoadModel(path=str(folder), promote=promote, by=BY))
         except Conflict:
             self._stuck[folder] = self._manager.standing
@@ -150,9 +183,10 @@ class DirectoryWatcher:
         return folder in self._stuck and self._stuck[folder] != self._manager.standing
 
     def _of(self, folder: Path) -> Sequence[ServedModel]:
-        return [model for model in self._manager.models if Path(model.path).absolute() == folder]
+        own = full_name(folder)
+        return [model for model in self._manager.models if full_name(model.path) == own]
 
-    def _tell(self, error: OSError) -> None:
+    def _tell(self, error: Exception) -> None:
         """Log once that the directory cannot be read; its bundles stay as they are."""
         if not self._blind:
             log.error("models_dir cannot be read", problem=str(error))

@@ -6,6 +6,7 @@ unloaded first gets no new requests. The manager closes it when its last request
 """
 
 import asyncio
+import re
 import stat
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,8 @@ import structlog
 
 from service.core import bundle as bundles
 from service.core.bundle import Bundle, BundleError, Manifest
+from service.core.bundle_cache import fetch_bundle, stored_bundle
+from service.core.remote_files import address
 from service.core.session import RUNTIME_ERRORS, trim
 from service.engines import model_state
 from service.engines.commands import (
@@ -48,6 +51,9 @@ from service.settings import Settings
 log = structlog.get_logger()
 
 OPENING_ERRORS: tuple[type[Exception], ...] = (BundleError, OSError, *RUNTIME_ERRORS)
+
+# The rest of an address below an allowed one: plain names, so that no server reads it as another address.
+BELOW = re.compile(r"[A-Za-z0-9_@-][\w.+=@-]*(/[A-Za-z0-9_@-][\w.+=@-]*)*", re.ASCII)
 
 LOAD_ALONE_S = 10.0  # seconds in which a load is the only one; then the next one starts
 STOP_S = 5.0  # beyond load_timeout_s, for the runtime to stop
@@ -117,18 +123,18 @@ class ModelManager:
             if name not in names:
                 log.warning("alias of no served model", alias=alias, model=name, served=[*names])
 
-    def _open(self, bundle: Bundle) -> ServedModel:
+    def _open(self, bundle: Bundle, path: Path | str | None = None) -> ServedModel:
         if bundle.manifest.id in self._device.texts:
             reason = f"{bundle.manifest.id} is served already; give one of them another version"
             raise BundleError(bundle.path, reason)
-        return self._add(bundle.path, self._device.open(bundle))
+        return self._add(path or bundle.path, self._device.open(bundle))
 
     def _open_again(self, former: Iterable[ModelRecord]) -> list[ServedModel]:
         opened: list[ServedModel] = []
         problems: list[Exception] = []
         for kept in former:
             try:
-                model = self._open(bundles.load(kept.path))
+                model = self._open(bundles.load(stored_bundle(kept.path, kept.sha256)), kept.path)
             except OPENING_ERRORS as error:
                 log.error("not served again", model=kept.id, problem=str(error))
                 problems.append(error)
@@ -148,7 +154,7 @@ class ModelManager:
             raise problems[0]
         return opened
 
-    def _add(self, path: Path, opened: OpenedBundle) -> ServedModel:
+    def _add(self, path: Path | str, opened: OpenedBundle) -> ServedModel:
         """Add a bundle to the device as a pinned model, which gets no requests yet."""
         self._device.add(opened)
         manifest, sha256 = opened.texts.manifest, opened.texts.sha256
@@ -158,7 +164,7 @@ class ModelManager:
         shared = (model.aliases for model in self.models if model.name == manifest.name)
         return ServedModel(
             manifest.id,
-            str(path),
+            address(path) or str(path),
             sha256,
             "pinned",
             now,
@@ -206,7 +212,13 @@ class ModelManager:
         unknown = {"id": None, "sha256": None, "embedding_space": None}
         idle = {"requests": 0, "shadow": 0.0, "aliases": (), "compared": {}}
         coming = [
-            {**unknown, "path": str(path), "state": "loading", "since": moment(since), **idle}
+            {
+                **unknown,
+                "path": address(path) or str(path),
+                "state": "loading",
+                "since": moment(since),
+                **idle,
+            }
             for path, since in self._coming.items()
         ]
         going = [{**self._told(model), "state": "draining"} for model, _ in self._going.values()]
@@ -216,7 +228,7 @@ class ModelManager:
         """Load a bundle of the operator's directory, and promote it unless the command excludes that."""
         promote = command.promote and not command.shadow
         allowed = command.allow_new_embedding_space or not promote
-        folder = locate(self._settings.models_dir, command.path)
+        folder = locate(self._settings.models_dir, command.path, self._settings.model_sources)
         with bundle_errors():
             async with self._opening:
                 opening = asyncio.create_task(self._open_new(folder, allowed))
@@ -242,11 +254,12 @@ class ModelManager:
         with self._listed(folder):
             try:
                 async with asyncio.timeout(seconds):
-                    bundle = await asyncio.to_thread(bundles.load, folder)
+                    own = await asyncio.to_thread(fetch_bundle, folder)
+                    bundle = await asyncio.to_thread(bundles.load, own)
                 if self._known(bundle):
                     return bundle, None
                 self._check_space(bundle.manifest, allowed)
-                await self._trial(self._settings, folder)
+                await self._trial(self._settings, own)
                 async with asyncio.timeout(seconds):
                     opened = await asyncio.to_thread(self._device.open, bundle)
             except TimeoutError:  # its thread goes on until the runtime's current operator ends
@@ -479,11 +492,20 @@ def embeds(manifest: Manifest) -> bool:
     return any(head.gives_vectors for head in manifest.heads.values())
 
 
-def locate(models_dir: Path | None, path: str) -> Path:
-    """Return the directory of a bundle from its path, or from its name in `models_dir`.
+def locate(models_dir: Path | None, path: str, sources: Sequence[str] = ()) -> Path:
+    """Return the directory or address of a bundle from its path, or from its name in `models_dir`.
 
-    Raises Forbidden where `models_dir` is unset, and InvalidInput for a path that leads out of it.
+    sources: addresses, with a slash at the end, below which `path` may be
+    Raises Forbidden where `models_dir` is unset, and InvalidInput for a path that leads out of it and of all sources.
     """
+    if models_dir is not None and (root_url := address(models_dir)):
+        sources = (*sources, f"{root_url}/")
+        path = path if address(path) else f"{root_url}/{path}"
+    if url := address(path):
+        if any(url.startswith(one) and BELOW.fullmatch(url, len(one)) for one in sources):
+            return Path(url)
+        allowed = ", ".join(sources) or "model_sources is unset"
+        raise InvalidInput(f"path: {url} is not below {allowed}", param="path")
     if models_dir is None:
         raise Forbidden("models_dir is unset: set it to load and unload bundles")
     root = models_dir.absolute()

@@ -21,8 +21,9 @@ from service.core import bundle
 from service.keys import make_key, record
 from tests.e2e.calls import calls, embed_calls, same_answer
 from tests.e2e.clients import lone_answers
-from tests.e2e.conftest import Reply, Server, serving, until
+from tests.e2e.conftest import Reply, Server, serving, start, until
 from tests.e2e.test_processes import children, readiness
+from tests.stores import lengthen, serve_folder
 from tests.versions import answer_goldens, read_manifest, restate, save_version
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -363,3 +364,24 @@ def test_an_http_process_that_starts_later_serves_the_same(tiny_bundle, tmp_path
         os.kill(http, signal.SIGKILL)
         until(lambda: sum('"serving"' in line for line in at.server.log) == 2, 60)
         assert expected == [at.vector(model) for model in ("tiny", "tiny@1")]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_bundles_at_addresses(mini_bundle, tmp_path, workers):
+    """A service that has lost its store starts with the last download, and a wrong bundle is refused with a reason."""
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    shutil.copytree(mini_bundle, tmp_path / "served" / "mini")
+    flags = ["--http-workers", str(workers)]
+    with serve_folder(tmp_path / "served") as web:
+        url = f"{web.url}/mini"
+        with serving(url, *flags, env=env) as server:
+            assert server.answer("/embed", {"inputs": "a"})["embeddings"]
+        next((tmp_path / "served" / "mini").glob("*.onnx")).write_bytes(b"wrong")
+        lengthen(tmp_path / "served" / "mini" / "manifest.json")
+        ended = start(url, *flags, env=env)
+        _, log = ended.communicate(timeout=60)
+        assert (3, 1) == (ended.returncode, len(log.splitlines()))
+        assert log.startswith(f"quartet: {url}: ")
+    with serving(url, *flags, env=env) as server:
+        assert server.answer("/embed", {"inputs": "a"})["embeddings"]
+        assert any("the last download is used" in line for line in server.log)

@@ -23,6 +23,7 @@ from model.checkpoints.hub_download import (
 )
 from tests import hub
 from tests.hub_server import Hub, serve_hub
+from tests.stores import BUCKET, serve_folder, serve_s3, upload
 
 ROOT = Path(__file__).parents[2]
 NAME = "someone/model"
@@ -216,3 +217,38 @@ def test_weight_folders(saved, tmp_path):
     (tmp_path / "generator").mkdir()
     (tmp_path / "generator/config.json").write_text("{}")
     assert ["", "generator"] == weight_folders(tmp_path)
+
+
+def names(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_checkpoint_of_a_web_server(saved):
+    """Which has no list of its files: the folders of modules are those that the checkpoint names."""
+    with serve_folder(saved.parent) as web:
+        found = reader.locate(f"{web.url}/model")
+        assert names(found) <= names(saved)
+        loaded = [reader.load_encoder(folder).state_dict() for folder in (saved, found)]
+        assert all(torch.equal(value, loaded[1][name]) for name, value in loaded[0].items())
+        assert {"1_Pooling/config.json", "2_Dense/config.json"} < names(found)
+        with pytest.raises(CheckpointError, match=r"^http://.*/absent"):
+            reader.load_encoder(reader.locate(f"{web.url}/absent"))
+
+
+def test_shards_of_a_web_server(tmp_path):
+    """Which the index names; a name that leads out of the folder is refused."""
+    (tmp_path / "config.json").write_text("{}")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00001.safetensors"}}))
+    (tmp_path / "model-00001-of-00001.safetensors").write_bytes(b"weights")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"not read")
+    with serve_folder(tmp_path) as web:
+        assert names(tmp_path) - {"pytorch_model.bin"} == names(reader.locate(web.url))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_an_object_store(saved):
+    with serve_s3():
+        found = reader.locate(upload(saved, f"{BUCKET}/model"))
+    assert {"modules.json", "1_Pooling/config.json", "model.safetensors"} <= names(found)
+    assert names(found) <= names(saved)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 import tarfile
 from functools import partialmethod
@@ -13,6 +14,7 @@ from huggingface_hub import HfApi
 from quartet import cache, list_models, progress, pull, remove, serve
 from quartet.cache import SourceError, resolve
 from tests.hub_server import serve_hub
+from tests.stores import lengthen, serve_folder
 
 
 @pytest.fixture
@@ -202,3 +204,44 @@ def test_a_terminal_has_a_bar(monkeypatch, capsys):
     bar.end()
     shown = capsys.readouterr().err.split("\r\033[K")
     assert ["", "  warning: no pooling\n", "████░░░░░░░░░░░░░░░░    0 s left  traci", ""] == shown
+
+
+def test_bundles_and_checkpoints_at_addresses(exports, mini_bundle, tmp_path, monkeypatch, capsys):
+    """A bundle is downloaded. A checkpoint is exported once, and again when a file of it has changed."""
+    with serve_folder(tmp_path / "work") as web:
+        with pytest.raises(SourceError, match=r"mine: no bundle and no checkpoint"):
+            resolve(f"{web.url}/mine")
+        folder = checkpoint()
+        (folder / "config.json").write_text("{}")
+        first = resolve(f"{web.url}/mine")
+        assert first == resolve(f"{web.url}/mine/")
+        assert [f"{web.url}/mine", "--name", "mine"] == [exports[0][0], *exports[0][2:]]
+        checkpoint(weights="12")
+        assert first != resolve(f"{web.url}/mine")
+        assert 2 == len(exports)
+        shutil.copytree(mini_bundle, tmp_path / "work" / "mini")
+        url = f"{web.url}/mini"
+        assert ["--port", "1", str(resolve(url))] == serve.with_bundles(["--port", "1", url])
+        monkeypatch.setattr(sys, "argv", ["quartet pull", url, "--to", "mini.tar"])
+        assert 0 == pull.main()
+        (tmp_path / "work" / "mini" / "golden.npz").unlink()
+        lengthen(tmp_path / "work" / "mini" / "manifest.json")
+        with pytest.raises(SourceError, match=r"mini: it has no golden\.npz"):
+            resolve(url)
+    with pytest.raises(SourceError, match=f"{url}: .*refused"):
+        resolve(url)
+    monkeypatch.setattr(sys, "argv", ["quartet remove", url])
+    capsys.readouterr()
+    assert 0 == remove.main()
+    assert capsys.readouterr().out.startswith(f"removed {url}, ")
+
+
+def test_repositories_of_the_hub_by_their_addresses(exports, mini_bundle, monkeypatch):
+    """A repository with a bundle is served; another one is the checkpoint of that name."""
+    with serve_hub() as hub:
+        monkeypatch.setattr(HfApi, "__init__", partialmethod(HfApi.__init__, endpoint=hub.url))
+        hub.publish("me/e5", checkpoint("published"))
+        assert resolve("me/e5") == resolve("hf://me/e5")
+        hub.publish("me/mini", mini_bundle)
+        assert (resolve("hf://me/mini") / "golden.npz").is_file()
+    assert 1 == len(exports)

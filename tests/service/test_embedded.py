@@ -18,6 +18,7 @@ from service.embedded import EmbeddedService
 from service.errors import DeadlineExceeded, Draining, InvalidInput, UnknownModel
 from service.tasks.classification import Classification
 from tests import samples
+from tests.stores import serve_folder
 from tests.versions import restate
 
 TEXTS = [samples.text(1 + number % 9, seed=number) for number in range(12)]
@@ -195,3 +196,12 @@ def test_a_program_keeps_its_signals_ports_and_output(tiny_bundle, tmp_path):
     assert "" == run.stderr
     assert ", False]\n" == run.stdout[-9:]
     assert 1 == run.stdout.count("\n")
+
+
+async def test_a_bundle_at_an_address(mini_bundle, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with serve_folder(mini_bundle.parent) as web:
+        service = EmbeddedService(f"{web.url}/{mini_bundle.name}")
+        assert [] == web.requests  # before it is entered
+        async with service:
+            assert 1 == len(await service.embed("a"))

@@ -7,6 +7,7 @@ from pydantic import ValidationError
 from service import settings
 from service.core.cpu import CPU
 from service.core.cuda import CUDA
+from service.core.remote_files import address
 from service.settings import Settings, cgroup_cores, unknown_variables, usable_cores
 
 
@@ -29,6 +30,25 @@ def test_bundles_are_separated_like_a_path(monkeypatch):
     """`QUARTET_BUNDLES` is read as `PATH` is."""
     monkeypatch.setenv("QUARTET_BUNDLES", os.pathsep.join(["bundles/a", "", "bundles/b"]))
     assert Settings().bundles == (Path("bundles/a"), Path("bundles/b"))
+    monkeypatch.setenv("QUARTET_BUNDLES", "s3://b/one:bundles/a:https://example.org/two")
+    assert ["s3://b/one", None, "https://example.org/two"] == [
+        address(path) for path in Settings().bundles
+    ]
+
+
+def test_model_sources_are_addresses_with_a_slash_at_the_end(monkeypatch):
+    """A source without it would contain all longer names."""
+    monkeypatch.setenv("QUARTET_MODEL_SOURCES", "s3://models/team, https://example.org/m/")
+    assert Settings().model_sources == ("s3://models/team/", "https://example.org/m/")
+    with pytest.raises(ValidationError, match="is not an address such as"):
+        Settings(model_sources=["/models"])
+
+
+def test_a_web_server_is_not_watched():
+    """It has no list of its files."""
+    assert Settings(models_dir="s3://models/team", watch_s=30).watch_s == 30
+    with pytest.raises(ValidationError, match=r"https://example\.org/m has no list of its files"):
+        Settings(models_dir="https://example.org/m", watch_s=30)
 
 
 def test_settings_are_frozen():

@@ -113,6 +113,10 @@ def test_paths_in_a_file_are_relative_to_it():
     assert list(settings.keys) == ["a"]
     write("etc/quartet.toml", 'bundles = "b:c"')
     assert configure({"config": "etc/quartet.toml"}).settings.bundles == (Path("etc/b:c"),)
+    write("etc/quartet.toml", 'bundles = ["s3://a/b"]\nmodels_dir = "s3://a"')
+    configuration = configure({"config": "etc/quartet.toml"})
+    assert "s3://a/b" in report(configuration)
+    assert configuration.settings.models_dir == Path("s3://a")
 
 
 def test_bundles_that_come_later_come_from_a_directory():

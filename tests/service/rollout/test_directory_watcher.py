@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from service.core.remote_files import files_at
 from service.rollout import directory_watcher
-from service.rollout.directory_watcher import DirectoryWatcher, scan_bundles
+from service.rollout.directory_watcher import DirectoryWatcher, scan_address, scan_bundles
 from tests.service.rollout.test_model_manager import Curated, curated
+from tests.stores import BUCKET, serve_s3, upload
 from tests.versions import WEIGHTS
 
 __all__ = ["curated"]
@@ -243,3 +245,44 @@ async def test_a_directory_that_cannot_be_read_says_nothing(watched):
         running.cancel()
     problems = [line for line in logs if line["event"] == "models_dir cannot be read"]
     assert 1 == len(problems)
+
+
+@pytest.mark.slow
+async def test_an_address_is_watched(curated, tmp_path, monkeypatch):
+    """A bundle is served when it is complete, replaced, and unloaded when its manifest is gone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with serve_s3():
+        from pyarrow.fs import FileSystem
+
+        url = f"{BUCKET}/team"
+        store, _ = FileSystem.from_uri(BUCKET)
+        own = curated.settings.model_copy(update={"models_dir": Path(url)})
+        monkeypatch.setattr(curated.manager, "_settings", own)
+        watcher = DirectoryWatcher(Path(url), curated.manager)
+
+        async def looks() -> list[str]:
+            for _ in range(2):
+                await watcher.heed(scan_address(url))
+            async with asyncio.timeout(30):
+                while any("draining" in state for state in await curated.shown()):
+                    await asyncio.sleep(0.001)
+            return await curated.shown()
+
+        manifest = curated.save("2") / "manifest.json"
+        files_at(url).put("a/manifest.json", manifest)
+        with capture_logs() as logs:
+            assert ["tiny@1 current"] == await looks() == await looks()
+        assert 1 == sum(line["event"] == "refused" for line in logs)
+        upload(manifest.parent, f"{url}/a")
+        assert ["tiny@2 current", "tiny@1 previous"] == await looks()
+        upload(curated.save("3"), f"{url}/b")
+        assert "tiny@3 current" in await looks()
+        store.delete_dir("models/team/b")
+        assert "tiny@3 current" not in await looks()
+    with capture_logs() as logs:
+        task = asyncio.create_task(watcher.run(0.01))
+        async with asyncio.timeout(60):
+            while not logs:  # the client of S3 tries several times
+                await asyncio.sleep(0.1)
+        task.cancel()
+    assert ["models_dir cannot be read"] == [line["event"] for line in logs]

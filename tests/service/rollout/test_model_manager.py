@@ -35,6 +35,7 @@ from service.rollout import model_manager
 from service.rollout.model_manager import ModelManager, check_answers, locate
 from service.scheduling.entries import Entry
 from service.settings import Settings
+from tests.stores import serve_folder
 from tests.versions import GRAPH, answer_goldens, read_manifest, restate, save_version
 
 
@@ -586,3 +587,59 @@ async def test_nothing_left_is_an_error(curated):
     with pytest.raises(BundleError, match="the bundle directory does not exist"):
         async with again(curated):
             pass
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "s3://models/team",  # without the slash, another bucket's name could begin with it
+        "s3://models/teams/a",
+        "s3://models/team/../other",
+        "s3://models/team/%2e%2e/other",
+        "s3://models/team/a/../../other",
+        "s3://models/team/.hidden",
+        "s3://models/team//a",
+        "s3://models/team/a?endpoint_override=127.0.0.1",
+        "s3://models/team/a#b",
+        "s3://models/team/a b",
+        "s3://models@team/a",
+        "http://models/team/a",
+        "https://169.254.169.254/latest",
+    ],
+)
+def test_addresses_outside_the_sources_are_refused(tmp_path, path):
+    with pytest.raises(InvalidInput, match="is not below s3://models/team/"):
+        locate(tmp_path, path, ("s3://models/team/",))
+    with pytest.raises(InvalidInput, match="model_sources is unset"):
+        locate(tmp_path, path)
+
+
+def test_addresses_of_the_sources():
+    for path in ("s3://models/team/a", "s3:/models/team/a/", "s3://models/team/a.b/c_1@2+3"):
+        assert Path(path) == locate(None, path, ("s3://models/team/",))
+    assert Path("s3://models/team/a") == locate(Path("s3://models/team"), "a")
+    with pytest.raises(InvalidInput, match="is not below"):
+        locate(Path("s3://models/team"), "../a")
+
+
+async def test_a_bundle_at_an_address(curated, tmp_path, monkeypatch):
+    """It is served again without its server, and a wrong one leaves nothing."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    curated.save("2")
+    curated.save("3")
+    with serve_folder(curated.models_dir) as web:
+        url = f"{web.url}/2"
+        own = curated.settings.model_copy(update={"model_sources": (f"{web.url}/",)})
+        monkeypatch.setattr(curated.manager, "_settings", own)
+        answer = await curated.load(url)
+        assert ("tiny@2", url) == (answer["model"]["id"], answer["model"]["path"])
+        (curated.models_dir / "3" / GRAPH).write_bytes(b"wrong")
+        with pytest.raises(BadBundle, match=f"/3: {GRAPH} has SHA-256"):
+            await curated.load(f"{web.url}/3")
+    resume = curated.reports[-1]["resume"]
+    async with open_device(curated.settings, Metrics()) as device:
+        again = ModelManager(device, curated.settings, Metrics())
+        again.open(resume)
+    assert [("tiny@2", url), ("tiny@1", str(curated.settings.bundles[0]))] == [
+        (model.id, model.path) for model in again.models
+    ]
