@@ -5,7 +5,8 @@ INPUT is a file, a directory or a pattern with `*`: tables and JSON files that t
 with `text` and `text_pair`, or `question` and `context`, under any of their recognized names, or .txt with a text a
 line. OUTPUT is a file: .jsonl or .parquet (each row with its `result`), or .csv for classification (each row with
 `predicted_label` and `score`); or a directory, which gets a file for each 4,096 rows. A row that cannot be predicted
-has an `error` instead. A run that was killed and is started again computes only what is missing.
+has an `error` instead. A run that was killed and is started again computes only what is missing. All three may be at
+addresses, such as s3://bucket/new/.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from service.core.bundle import BundleError
 from service.core.data_files import sources
 from service.core.data_files.text_files import DataError
 from service.core.program_name import program_name
+from service.core.remote_files import address
 from service.observability import logs
 
 FORMATS = ("jsonl", "csv", "parquet")
@@ -36,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (DataError, OSError) as error:
         print(f"predict: {error}", file=sys.stderr)
         return 2
-    print(f"{arguments.output}: {count:,} rows, {failed:,} with an error")
+    print(
+        f"{address(arguments.output) or arguments.output}: {count:,} rows, {failed:,} with an error"
+    )
     return 1 if failed else 0
 
 
@@ -47,17 +51,18 @@ def parser() -> argparse.ArgumentParser:
         description="Write a model's predictions for each row of a file. The exit status is 1 if some rows failed.",
     )
     parser.add_argument(
-        "bundle", type=Path, help="a bundle's directory. Example: bundles/questions"
+        "bundle", type=Path, help="a bundle's directory or address. Example: bundles/questions"
     )
     parser.add_argument(
         "input",
         help="a file that training reads, .parquet, .arrow, or .txt with a text a line; a directory of them, or a"
-        " pattern with *. Example: new.csv",
+        " pattern with *; or an address of these. Example: new.csv",
     )
     parser.add_argument(
         "output",
         type=Path,
-        help="a file: .jsonl, .csv, .parquet; or a directory, for a file of each 4,096 rows. Example: out.csv",
+        help="a file: .jsonl, .csv, .parquet; or a directory, for a file of each 4,096 rows; or an address of these."
+        " Example: out.csv",
     )
     parser.add_argument(
         "--format", choices=FORMATS, help="of the files in a directory; default: parquet"
@@ -118,13 +123,13 @@ async def predict(arguments: argparse.Namespace) -> tuple[int, int]:
     """
     # Here, so that `--help` does not wait for these imports.
     from service.bulk.input_files import find_files
-    from service.bulk.output_files import Output
+    from service.bulk.output_files import output_at
     from service.bulk.predictor import Predictor
     from service.bulk.run import run
 
     source = sources.with_columns(arguments.input, arguments.columns)
     predictor = Predictor(arguments.bundle, arguments.head, arguments.options, arguments.precision)
-    output = Output(arguments.output, f".{arguments.format}", arguments.escape_formulas)
+    output = output_at(arguments.output, f".{arguments.format}", arguments.escape_formulas)
     output.check(predictor.task)
     files = find_files(source)
     async with predictor:

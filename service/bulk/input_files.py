@@ -1,8 +1,10 @@
 """The rows of input files: those that training reads, Parquet and Arrow files, and .txt with a text a line."""
 
 import glob
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase as fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from service.bulk.rows import Row
 from service.core.data_files import columns, rows, sources
 from service.core.data_files.columns import Needs
 from service.core.data_files.text_files import DataError, read_lines
+from service.core.remote_files import address, copy, files_at
 
 ARROW = (".arrow", ".feather")
 ROWS = 1024  # that are read at once of a Parquet or Arrow file
@@ -18,9 +21,12 @@ ROWS = 1024  # that are read at once of a Parquet or Arrow file
 def find_files(source: str) -> list[str]:
     """Return the files of a file's name, a directory or a pattern with `*`, sorted. Raises DataError for none.
 
-    A directory stands for the files in it and below it, without hidden ones.
+    source: local, or an address. A directory stands for the files in it and below it, without hidden ones.
     """
     path, query = sources.split(source)
+    if url := address(path):
+        found = find_remote(url)
+        return [f"{name}?{query}" if query else name for name in found]
     pattern = f"{glob.escape(path)}/**/*" if Path(path).is_dir() else path
     if pattern == path and ("*" not in path or Path(path).exists()):
         return [source]
@@ -30,14 +36,52 @@ def find_files(source: str) -> list[str]:
     return [f"{name}?{query}" if query else name for name in found]
 
 
-def survey(source: str, needs: Needs) -> tuple[list[str], int]:
-    """Return the names of the columns of all rows, and the number of rows.
+def find_remote(url: str) -> list[str]:
+    """Return the addresses of the files of an address or a pattern, sorted. Raises DataError for none."""
+    start, star, _ = url.partition("*")
+    base = start.rpartition("/")[0] if star else url
+    listed = [f"{base}/{name}" for name in files_at(base).list() if not is_hidden(name)]
+    if not star:
+        return sorted(listed) or [url]
+    depth = 0 if "**" in url else url.count("/")  # a single star stands for no slash
+    found = [name for name in listed if fnmatch(name, url) and depth in (0, name.count("/"))]
+    if not found:
+        raise DataError(f"{url}: no files")
+    return sorted(found)
+
+
+def is_hidden(path: str) -> bool:
+    return any(part.startswith(".") for part in path.split("/"))
+
+
+@contextmanager
+def local_copies(files: Sequence[str]) -> Iterator[list[str]]:
+    """Yield sources of rows, in place of those at addresses their copies, which are removed after the block."""
+    with tempfile.TemporaryDirectory() as folder:
+        copies = []
+        for number, file in enumerate(files):
+            path, query = sources.split(file)
+            if (url := address(path)) is None:
+                copies.append(file)
+                continue
+            base, _, name = url.rpartition("/")
+            target = Path(folder, str(number), name)
+            try:
+                copy(files_at(base), name, target)
+            except FileNotFoundError:
+                raise DataError(f"{url}: no such file") from None
+            copies.append(f"{target}?{query}" if query else str(target))
+        yield copies
+
+
+def survey(source: str, needs: Needs, local: str = "") -> tuple[list[str], int]:
+    """Return the names of the columns of all rows, and the number of rows. local: see `read_rows`
 
     Raises DataError for a file that cannot be read to its end, and where no row can be predicted.
     """
     names: list[str] = []
     count, good, first = 0, False, ""
-    for row in read_rows(source, needs):
+    for row in read_rows(source, needs, local):
         count += 1
         names = names or list(row.names)
         names += [name for name in row.names if name not in names]
@@ -47,8 +91,26 @@ def survey(source: str, needs: Needs) -> tuple[list[str], int]:
     return names, count
 
 
-def read_rows(source: str, needs: Needs) -> Iterator[Row]:
-    """Yield each row of a file. Raises DataError for a file that cannot be read."""
+def read_rows(source: str, needs: Needs, local: str = "") -> Iterator[Row]:
+    """Yield each row of a file. Raises DataError for a file that cannot be read.
+
+    local: the copy of a source at an address, which messages do not name
+    """
+    if local in ("", source):
+        yield from read_local(source, needs)
+        return
+    own, name = sources.split(local)[0], sources.split(source)[0]
+    try:
+        for row in read_local(local, needs):
+            yield row._replace(
+                where=row.where.replace(own, name), error=row.error.replace(own, name)
+            )
+    except DataError as error:
+        raise DataError(str(error).replace(own, name)) from None
+
+
+def read_local(source: str, needs: Needs) -> Iterator[Row]:
+    """Yield each row of a local file. Raises DataError for a file that cannot be read."""
     file, query = sources.split(source)
     path = Path(file)
     match format_of(path):

@@ -1,6 +1,7 @@
 """The rows of output files with their results, as JSON lines, CSV or Parquet."""
 
 import csv
+import hashlib
 import json
 import os
 import re
@@ -14,7 +15,9 @@ from typing import Any, NamedTuple, TextIO
 from service.bulk.input_files import arrow_errors
 from service.bulk.rows import Outcome, Row
 from service.core.bundle import Task
+from service.core.bundle_cache import root
 from service.core.data_files.text_files import DataError
+from service.core.remote_files import address, copy, files_at
 
 # The columns of the results, by the end of the output's name. Where a row has one of them, all get a number.
 OUTPUTS = {
@@ -36,11 +39,13 @@ class Output(NamedTuple):
     path: a file with this suffix, or a directory
     suffix: with the format, of `OUTPUTS`
     escape_formulas: whether cells of CSV are escaped that a spreadsheet would compute
+    url: the address that gets the files, "" for a local output; `path` is then in the cache until the run is complete
     """
 
     path: Path
     suffix: str
     escape_formulas: bool = False
+    url: str = ""
 
     @property
     def is_file(self) -> bool:
@@ -48,12 +53,40 @@ class Output(NamedTuple):
 
     def check(self, task: Task) -> None:
         """Raise DataError for results that the format cannot hold, and without what writes it."""
+        if self.url.startswith("http"):
+            raise DataError(f"{self.url} cannot be written: name hf://, s3:// or gs://")
         if self.suffix == ".csv" and task != "classification":
             reason = f"results of {task} are written to .jsonl or .parquet only"
             raise DataError(f"{self.path}: {reason}")
         if self.suffix == ".parquet":
             with arrow_errors(self.path):
                 import pyarrow.parquet  # noqa: F401
+
+    def send(self, path: Path) -> None:
+        """Write a file to the address, unless the output is local."""
+        if self.url:
+            files_at(self.url.rpartition("/")[0] if self.is_file else self.url).put(path.name, path)
+
+    def receive(self, name: str) -> None:
+        """Continue the run whose record a directory at an address has, unless it is one of this machine.
+
+        Raises DataError for files of no run.
+        """
+        if self.url and not self.is_file and not (self.path / name).exists():
+            files = files_at(self.url)
+            listed = files.list()
+            if name in listed:
+                copy(files, name, self.path / name)
+            elif listed:
+                raise DataError(f"{self.url} has files, but not of a run: name another output")
+
+
+def output_at(path: Path, suffix: str, escape_formulas: bool) -> Output:
+    """Return the output of a path or an address."""
+    if (url := address(path)) is None:
+        return Output(path, suffix, escape_formulas)
+    own = root() / "runs" / hashlib.sha256(url.encode()).hexdigest()[:16] / Path(url).name
+    return Output(own, suffix, escape_formulas, url)
 
 
 def result_columns(suffix: str, names: Sequence[str]) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from service.bulk.input_files import read_rows, survey
+from service.bulk.input_files import local_copies, read_rows, survey
 from service.bulk.output_files import Output, Write, join, writing
 from service.bulk.predictor import Predictor
 from service.bulk.rows import Row
@@ -52,13 +52,28 @@ async def run(
     output: a file, whose shards are in a hidden directory until it is complete, or a directory
     Raises DataError for a file that cannot be read, and for shards of a run with other inputs or options.
     """
+    with local_copies(files) as copies:
+        return await run_copies(predictor, files, copies, output, shard_rows)
+
+
+async def run_copies(
+    predictor: Predictor,
+    files: Sequence[str],
+    copies: Sequence[str],
+    output: Output,
+    shard_rows: int,
+) -> Counts:
+    """Predict the rows of files from their local copies; see `run`."""
     folder = output.path
     if output.is_file:
         folder = folder.with_name(f".{folder.name}.shards")
-    surveys = [survey(file, predictor.needs) for file in files]
+    output.receive(RECORD)
+    surveys = [
+        survey(file, predictor.needs, local) for file, local in zip(files, copies, strict=True)
+    ]
     names = [*dict.fromkeys(name for own, _ in surveys for name in own)]
     counts = [count for _, count in surveys]
-    sizes = [os.path.getsize(sources.split(file)[0]) for file in files]
+    sizes = [os.path.getsize(sources.split(local)[0]) for local in copies]
     identity = {
         "inputs": [*map(list, zip(files, sizes, strict=True))],
         "format": output.suffix,
@@ -70,22 +85,31 @@ async def run(
     paths: list[Path] = []
     with recorded(folder, identity) as (failed, save):
         for file_number, (file, count) in enumerate(zip(files, counts, strict=True)):
-            rows = read_rows(file, predictor.needs)
+            rows = read_rows(file, predictor.needs, copies[file_number])
             for number in range(-(-count // shard_rows)):
                 path = folder / f"part-{file_number:05}-{number:05}{output.suffix}"
                 own = islice(rows, shard_rows)
-                if path.name in failed and path.exists():
+                sends = bool(output.url) and not output.is_file
+                if path.name in failed and (sends or path.exists()):
                     progress.skip(sum(1 for _ in own))
                 else:
                     header = not output.is_file or not paths
                     with writing(path, output, names, header) as write:
                         errors = await compute(predictor, own, write, progress)
+                    if sends:  # before its line in the record, which means that the shard is there
+                        output.send(path)
+                        path.unlink()
                     save(path.name, errors)
+                    if sends:
+                        output.send(folder / RECORD)
                 paths.append(path)
         if output.is_file:
             join(paths, output.path)
+            output.send(output.path)
     if output.is_file:
         shutil.rmtree(folder)
+    if output.url:
+        shutil.rmtree(output.path.parent)
     return Counts(sum(counts), sum(failed.values()))
 
 

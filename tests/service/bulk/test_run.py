@@ -4,6 +4,7 @@ import asyncio
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,12 +18,14 @@ import pytest
 
 from service import predict
 from service.bulk.input_files import find_files
-from service.bulk.output_files import Output
+from service.bulk.output_files import output_at
 from service.bulk.predictor import Predictor
 from service.bulk.ray_predictor import RayPredictor
 from service.bulk.run import run
 from service.core.data_files.text_files import DataError
+from service.core.remote_files import files_at
 from tests import samples
+from tests.stores import BUCKET, serve_folder, serve_s3, upload
 
 pytestmark = pytest.mark.usefixtures("logging_as_it_was")
 
@@ -60,7 +63,7 @@ def start(bundle, files, output, suffix=".jsonl", head="embeddings", lasts=10**9
 
         predictor.predict = counted
         async with predictor:
-            await run(predictor, files, Output(output, suffix), shard_rows=16)
+            await run(predictor, files, output_at(output, suffix, False), shard_rows=16)
 
     with suppress(Killed):
         asyncio.run(main())
@@ -191,3 +194,55 @@ def test_a_killed_process(tiny_bundle, tmp_path):
     assert 0 == status
     assert [row["id"] for row in rows] == [row["id"] for row in found]
     assert all(row["result"] for row in found)
+
+
+def test_a_file_of_a_web_server(tiny_bundle, tmp_path, monkeypatch, capsys):
+    """Errors name the address, and not the copy."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "new.csv").write_text('id,Review\n1,sea\n2,""\n')
+    with serve_folder(tmp_path) as web:
+        url, out = f"{web.url}/new.csv", tmp_path / "out.jsonl"
+        bundle = f"{web.url}/{tiny_bundle.name}"
+        shutil.copytree(tiny_bundle, tmp_path / tiny_bundle.name)
+        more = ["--head", "embeddings", "--columns", '{"text": "Review"}']
+        assert 1 == predict.main([bundle, url, str(out), *more])
+        assert [None, f"{url}:3: no Review"] == [
+            json.loads(line).get("error") for line in out.read_text().splitlines()
+        ]
+        for source in (f"{web.url}/absent.csv", f"{web.url}/*.csv"):
+            assert 2 == predict.main([bundle, source, str(out)])
+            assert f"{source}: no " in capsys.readouterr().err
+        assert 2 == predict.main([bundle, url, f"{web.url}/out.jsonl"])
+        assert "cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_in_an_object_store(tiny_bundle, files, tmp_path, monkeypatch):
+    """Another machine continues it, and its files have the bytes of a local run."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "one"))
+    whole = tmp_path / "whole"
+    start(tiny_bundle, files, whole)
+    start(tiny_bundle, files, tmp_path / "whole.jsonl")
+    with serve_s3():
+        upload(tmp_path / "in", f"{BUCKET}/in")
+        found = find_files(f"{BUCKET}/in/*.jsonl")
+        assert (
+            [f"{BUCKET}/in/a.jsonl", f"{BUCKET}/in/b.jsonl"] == found == find_files(f"{BUCKET}/in")
+        )
+        assert [] != find_files(f"{BUCKET}/**/a.jsonl")
+        with pytest.raises(DataError, match="no files"):
+            find_files(f"{BUCKET}/*.jsonl")
+        assert 32 == start(tiny_bundle, found, f"{BUCKET}/out", lasts=2)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "two"))
+        assert 28 == start(tiny_bundle, found, f"{BUCKET}/out")
+        assert 60 == start(tiny_bundle, found, f"{BUCKET}/out.jsonl")
+        with pytest.raises(DataError, match="has files, but not of a run"):
+            start(tiny_bundle, found, f"{BUCKET}/in")
+        store = files_at(f"{BUCKET}/out")
+        assert {path.name for path in whole.iterdir()} == {*store.list()}
+        for path in whole.glob("part-*"):
+            with store.open(path.name) as file:
+                assert path.read_bytes() == file.read()
+        with files_at(BUCKET).open("out.jsonl") as file:
+            assert (tmp_path / "whole.jsonl").read_bytes() == file.read()
+    assert [] == [path for path in (tmp_path / "two").rglob("*") if path.is_file()]
