@@ -15,9 +15,10 @@ OURS = frozenset({"quartet", "service", "model", "export"})
 STATUS = """\
 exit status:
   0  the command did what it says
-  1  it failed: the last line of its output has the reason (predict: rows failed; serve: the port is busy)
+  1  it failed: the last line of its output has the reason (predict: rows failed; compare: beyond a limit;
+     serve: the port is busy)
   2  wrong arguments, settings or input files
-  3  serve, predict: the model cannot be opened, or needs more memory than the limit
+  3  serve, predict, compare: the model cannot be opened, or needs more memory than the limit
   4  serve: the service cannot recover
 
 Completion of commands and options: eval "$(quartet completion bash)", or zsh, fish.
@@ -82,6 +83,11 @@ COMMANDS = {
         "quartet.bench",
         "measure a model on this machine: texts per second, latency, memory",
         "quartet bench bundles/reviews",
+    ),
+    "compare": Command(
+        "quartet.compare",
+        "compare two servers, bundles or checkpoints, and name the cause of a difference",
+        "quartet compare http://localhost:8080 bundles/mine --texts sample.txt",
     ),
     "doctor": Command(
         "quartet.doctor", "check this machine and this installation", "quartet doctor"
