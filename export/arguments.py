@@ -67,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--task",
-        choices=get_args(bundle.Task),
+        choices=[task for task in get_args(bundle.Task) if task != "hidden-states"],
         help="the head to read, where architectures in config.json does not name it; "
         "embedding reads the encoder alone of any checkpoint",
     )
@@ -83,6 +83,11 @@ def parser() -> argparse.ArgumentParser:
         default=[],
         metavar="NAME",
         help="the output of an ONNX graph, where it does not have the usual name; two for qa",
+    )
+    parser.add_argument(
+        "--states",
+        action="store_true",
+        help="also give the last hidden states, which the heads of other bundles read (quartet train --frozen)",
     )
     parser.add_argument(
         "--no-memory",

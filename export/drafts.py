@@ -10,7 +10,15 @@ from pydantic import ValidationError
 
 from model.checkpoints.head_config import declares_pooling
 from service.core import bundle
-from service.core.bundle import EMBEDDING_FIELDS, FORMAT_VERSION, Bundle, Golden, Head, Manifest
+from service.core.bundle import (
+    EMBEDDING_FIELDS,
+    FORMAT_VERSION,
+    SHARED_VERSION,
+    Bundle,
+    Golden,
+    Head,
+    Manifest,
+)
 from service.core.encode import Encoder
 from service.core.session import RUNTIME
 
@@ -42,6 +50,7 @@ class ExportRequest:
     encoder: a directory for the encoder in half precision, None to write none
     pooling: of vectors, where no file of the checkpoint declares it; "none" for a graph that pools
     outputs: names of an external graph's outputs, where they are not the usual ones
+    states: whether the graphs give their last hidden states
     """
 
     checkpoint: str
@@ -62,6 +71,7 @@ class ExportRequest:
     encoder: Path | None = None
     pooling: bundle.PoolingMode | Literal["none"] | None = None
     outputs: tuple[str, ...] = ()
+    states: bool = False
 
     @property
     def default_precision(self) -> str:
@@ -172,7 +182,7 @@ def draft_manifest(
     license_field = {key: metadata[key] for key in ("weights_license",) if key in metadata}
     manifest = Manifest.model_validate(
         {
-            "format_version": FORMAT_VERSION,
+            "format_version": SHARED_VERSION if request.states else FORMAT_VERSION,
             "name": request.name,
             "version": request.version,
             "max_length": encoder.max_length,

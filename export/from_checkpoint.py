@@ -39,7 +39,7 @@ from model.checkpoints.head_config import declares_pooling
 from model.checkpoints.reader import read_teachers
 from model.checkpoints.source import Source, read_source
 from model.checkpoints.tables import unread_settings
-from model.heads import EncoderWithHeads, SentenceEmbedding
+from model.heads import EncoderWithHeads, HiddenStates, SentenceEmbedding
 from service.core import bundle
 from service.core.bundle import Bundle, Head, Manifest
 from service.core.encode import Encoder, Window
@@ -60,6 +60,8 @@ def draft_bundle(
     """
     source = read_source(request.checkpoint, request.task)
     choose_pooling(request, source)
+    if request.states:
+        add_states(source)
     metadata = provenance.with_commit(request.metadata, request.checkpoint, source.folder)
     metadata = provenance.with_teachers(metadata, source.folder)
     request = replace(request, metadata=provenance.with_training(metadata, source.folder))
@@ -119,6 +121,13 @@ def choose_pooling(request: ExportRequest, source: Source) -> None:
     if declared != [pooling]:
         heads["embedding"] = heads["embedding"].model_copy(update={"pooling": pooling})
         source.model.heads["embedding"] = SentenceEmbedding(pooling)
+
+
+def add_states(source: Source) -> None:
+    """Add a head that gives the last hidden states to a checkpoint's model."""
+    name, width = "last_hidden_state", source.model.config.hidden_size
+    source.model.described[name] = Head(task="hidden-states", dimensions=width)
+    source.model.heads[name] = HiddenStates()
 
 
 def check_precisions(request: ExportRequest, heads: Mapping[str, Head]) -> None:
@@ -235,7 +244,7 @@ def describe_agreement(
         agreement = verify.compare(name, head, expected, outputs)
         part = f"{name} cosine {agreement.cosine:.{digits}f}"
         parts.append(
-            part if head.gives_vectors else f"{part}, {agreement.same:.1%} the same decision"
+            part if head.gives_numbers else f"{part}, {agreement.same:.1%} the same decision"
         )
     return "against fp32 on the goldens: " + "; ".join(parts)
 

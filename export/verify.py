@@ -148,7 +148,7 @@ def compare(
 
 
 def _same(head: Head, a: np.ndarray, b: np.ndarray) -> float:
-    if head.gives_vectors or not a.size:
+    if head.gives_numbers or not a.size:
         return 1.0
     single = head.width == 1 and head.problem_type != "regression"
     if head.task == "classification" and (

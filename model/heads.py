@@ -98,6 +98,14 @@ class TokenEmbedding(nn.Module):
         return self.dense(hidden_states)  # [T, D]
 
 
+class HiddenStates(nn.Module):
+    """The last hidden states themselves, for heads outside this model."""
+
+    def forward(self, hidden_states: Tensor, layout: PackedLayout) -> Tensor:
+        """`[T, H]` -> `[T, H]`."""
+        return hidden_states
+
+
 class SparseEmbedding(nn.Module):
     """A logit of each token of the vocabulary per sequence (SPLADE, Formal et al. 2021).
 
@@ -162,6 +170,8 @@ def make_head(config: BertConfig, head: bundle.Head) -> nn.Module:
             if sparse.source == "tokens":
                 return TokenWeights(config.hidden_size)
             return SparseEmbedding(make_masked_lm(config))
+        case "hidden-states":
+            return HiddenStates()
 
 
 def make_masked_lm(config: BertConfig) -> nn.Module:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from quartet.cache import BUNDLES, SourceError, run_export
+from service.core.bundle_versions import MANIFEST
 from service.core.data_files import sources
 from service.processes.child_process import child_python
 
@@ -39,6 +40,12 @@ def parser() -> argparse.ArgumentParser:
         "--base",
         default=str(base),
         help="checkpoint to start from, or a name on the hub; default: %(default)s",
+    )
+    parser.add_argument(
+        "--frozen",
+        action="store_true",
+        help="train the head alone, in seconds, on the hidden states of a bundle that is served with it; --base names "
+        "that bundle, or a checkpoint, which is exported to bundles/ first",
     )
     parser.add_argument(
         "--minutes",
@@ -80,15 +87,37 @@ def main() -> int:
         ]
         if arguments.minutes:
             options += ["--minutes", arguments.minutes]
-        command = [*child_python(), "-m", "model.finetune", *options, *further]
+        script = "model.finetune"
+        if arguments.frozen:
+            encoder = encoder_bundle(arguments.base)
+            options[options.index("--init-from") + 1] = str(encoder)
+            options += ["--out", str(BUNDLES / name)]
+            script = "export.head_bundle"
+        command = [*child_python(), "-m", script, *options, *further]
         if status := subprocess.run(command, check=False).returncode:
             return status
+        if arguments.frozen:
+            print(f"Serve the head with its encoder: quartet serve {encoder} {name}")
+            return 0
         run_export([f"{output}/checkpoint", str(BUNDLES / name), "--name", name, "--next-version"])
     except (SourceError, ValueError) as error:
         print(f"quartet: {error}", file=sys.stderr)
         return 2
     print(f"See {output}/report.html. Serve the model: quartet serve {name}")
     return 0
+
+
+def encoder_bundle(base: str) -> Path:
+    """Return the bundle of an encoder that gives its hidden states; a checkpoint is exported first. Raises SourceError.
+
+    base: a bundle, the name of one in bundles/, a checkpoint, or a name on the hub
+    """
+    for folder in (Path(base), BUNDLES / Path(base).name):
+        if (folder / MANIFEST).is_file():
+            return folder
+    folder = BUNDLES / Path(base).name
+    run_export([base, str(folder), "--states"])
+    return folder
 
 
 def find_task(file: str) -> str:

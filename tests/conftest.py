@@ -154,6 +154,12 @@ def tiny_bundle(tiny_checkpoint: Path, built_once: "BuiltOnce") -> Path:
 
 
 @pytest.fixture(scope="session")
+def states_bundle(tiny_checkpoint: Path, built_once: "BuiltOnce") -> Path:
+    """The tiny model with its hidden states, states@1: fp32, which is the default, and int8."""
+    return built_once("bundles/states", lambda path: run_export(tiny_checkpoint, path, "--states"))
+
+
+@pytest.fixture(scope="session")
 def masked_bundle(built_once: "BuiltOnce") -> Path:
     """A tiny joint model as a full bundle, masked@1: a fill-mask head next to a classifier and a tagger."""
 

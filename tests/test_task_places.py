@@ -21,6 +21,7 @@ SERVICE = {
     },
     "fill-mask": {"tasks.mask_filling", "api.schemas"},
     "sparse-embedding": {"tasks.sparse_embedding", "tasks.reranking", "api.schemas"},
+    "hidden-states": set(),  # no endpoint: the heads of other bundles read it
 }
 EVERY_TASK = {"core.bundle"}
 SEVERAL_TASKS = {
@@ -41,6 +42,9 @@ ELSEWHERE = {
         *("model.config", "model.heads", "model.families.spec", "model.checkpoints.reader"),
         *("model.checkpoints.sentence_config", "model.checkpoints.writer"),
         "export.external.onnx_source",
+    },
+    "hidden-states": {
+        *("model.heads", "model.data.head_rows", "export.arguments", "export.from_checkpoint"),
     },
     "sparse-embedding": {
         *("model.heads", "model.families.spec", "model.checkpoints.reader"),

@@ -111,8 +111,8 @@ class HeadSettings(RunSettings):
     def _fit(self) -> Self:
         self.train = [sources.with_columns(file, self.columns) for file in self.train]
         self.dev = self.dev and sources.with_columns(self.dev, self.columns)
-        if self.task == "late-interaction":
-            raise ValueError("task: heads of late-interaction are not trained here")
+        if self.task in ("late-interaction", "hidden-states"):
+            raise ValueError(f"task: heads of {self.task} are not trained here")
         if self.join_sentences > 1 and self.task != "ner":
             raise ValueError("join_sentences: for ner, whose rows are sentences")
         if self.label_map or self.drop_labels:

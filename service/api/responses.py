@@ -254,6 +254,9 @@ class DescribedModel(BaseModel):
     state: ModelState = Field(description="requests for its name reach the current version")
     aliases: list[str] = Field(description="further names of requests for its name")
     heads: dict[str, ServedHead]
+    encoder: str | None = Field(
+        None, description="`name@version` of the served model that computes a head bundle"
+    )
     max_length: int = Field(description="tokens that it reads at once")
     precision: str
     layout: str

@@ -37,10 +37,19 @@ from service.core.device_kind import DeviceKind
 from service.core.device_table import check_name
 from service.core.graph_files import external_files
 
-FORMAT_VERSION = 5  # of manifests; the formats before it were not released
+# Of manifests; the formats before it were not released.
+FORMAT_VERSION = 5
+SHARED_VERSION = 6  # of a bundle that gives hidden states, or whose heads read them
 
 Task = Literal[
-    "classification", "ner", "qa", "fill-mask", "embedding", "late-interaction", "sparse-embedding"
+    "classification",
+    "ner",
+    "qa",
+    "fill-mask",
+    "embedding",
+    "late-interaction",
+    "sparse-embedding",
+    "hidden-states",  # of the shared encoder, for the heads of other bundles
 ]
 Precision = Literal["fp32", "fp16", "int8"]
 GraphLayout = Literal["packed", "portable", "padded", "alone"]
@@ -48,6 +57,7 @@ ProblemType = Literal["single_label_classification", "multi_label_classification
 PoolingMode = Literal["mean", "cls", "max", "lasttoken", "weightedmean", "mean_sqrt_len_tokens"]
 # "none": the graph's vectors are pooled in a way that is not known.
 Pooling = PoolingMode | Literal["none"] | tuple[PoolingMode, ...]
+Activation = Literal["none", "tanh", "gelu"]  # after a dense layer of a head on a shared encoder
 InputType = Literal["query", "document"]
 OutputDtype = Literal["float", "int8", "uint8", "binary", "ubinary"]
 # The smallest and the largest number of each dimension.
@@ -58,9 +68,12 @@ EMBEDDING_FIELDS = (
     *("prompts", "default_prompt", "include_prompt", "input_type"),
     *("matryoshka_dimensions", "quantization_ranges"),
 )
-PER_TOKEN: frozenset[str] = frozenset({"ner", "qa", "late-interaction"})  # one output row per token
+# One output row per token.
+PER_TOKEN: frozenset[str] = frozenset({"ner", "qa", "late-interaction", "hidden-states"})
 # Tasks whose results are vectors.
 VECTORS: frozenset[str] = frozenset({"embedding", "late-interaction", "sparse-embedding"})
+# Tasks of heads that may read the hidden states of another bundle.
+STATE_TASKS: frozenset[str] = frozenset({"classification", "ner", "qa", "embedding"})
 
 MOST_GOLDEN_BYTES = 2**28  # of all arrays, uncompressed
 
@@ -193,6 +206,8 @@ class Head(_Record):
             raise ValueError(f"pair_prompt: {FIRST_TEXT} is missing, where the first text stands")
         if self.task == "late-interaction" and None in (self.late_interaction, self.dimensions):
             raise ValueError("a late-interaction head needs its dimensions and late_interaction")
+        if self.task == "hidden-states" and self.dimensions is None:
+            raise ValueError("a hidden-states head needs its dimensions")
         if self.late_interaction is not None and self.task != "late-interaction":
             raise ValueError(f"late_interaction: not for a head of the task {self.task}")
         if self.task == "sparse-embedding" and None in (self.sparse, self.vocabulary_size):
@@ -301,6 +316,11 @@ class Head(_Record):
     def gives_vectors(self) -> bool:
         return self.task in VECTORS
 
+    @property
+    def gives_numbers(self) -> bool:
+        """Whether the output is vectors or hidden states, which decide nothing."""
+        return self.gives_vectors or self.task == "hidden-states"
+
 
 class File(_Record):
     file: str = Field(pattern=FILE)
@@ -339,6 +359,32 @@ class Graph(File):
     # Whether attention adds a bias to its scores; None where the manifest does not state it.
     attention_bias: bool | None = None
     memory: Memory | None = None  # None where the manifest does not state it
+
+
+class Layers(_Record):
+    """How a head computes its output from the encoder's last hidden states: pooling, then dense layers.
+
+    pooling: of the states of a text, several ways concatenated; empty for a head that has a row for each token
+    activations: of each dense layer
+    """
+
+    pooling: tuple[Literal["mean", "cls"], ...] = ()
+    activations: tuple[Activation, ...] = Field(min_length=1)
+
+
+class SharedEncoder(_Record):
+    """The bundle whose hidden states the heads of this bundle read.
+
+    id: `name@version`, for people
+    sha256: of its manifest
+    weights: the file of the heads' dense layers
+    layers: by head
+    """
+
+    id: str
+    sha256: str = Field(pattern=SHA256)
+    weights: File
+    layers: dict[str, Layers]
 
 
 class Vocabulary(File):
@@ -409,14 +455,15 @@ def _commercial_use(datasets: Iterable[DataSet]) -> str:
 class Manifest(_Record):
     """`manifest.json`. The order of `heads` matters: the first head of a task is its default."""
 
-    format_version: Literal[5]
+    format_version: Literal[5, 6]
     name: str = Field(pattern=MODEL_NAME)
     version: str = Field(pattern=NAME)
     heads: dict[Annotated[str, StringConstraints(pattern=NAME)], Head] = Field(min_length=1)
     default_precision: Precision
     max_length: int = Field(ge=8, le=1_000_000)
     vocabulary: Vocabulary
-    graphs: tuple[Graph, ...] = Field(min_length=1)
+    graphs: tuple[Graph, ...] = ()  # none with `encoder`, else at least one
+    encoder: SharedEncoder | None = None
     goldens: Goldens
     metrics: dict[str, dict[Precision, dict[str, float]]] = {}
     embedding_space: str | None = None
@@ -426,18 +473,24 @@ class Manifest(_Record):
     @model_validator(mode="before")
     @classmethod
     def _has_this_format(cls, fields: Any) -> Any:
-        if (
-            isinstance(fields, dict)
-            and fields.get("format_version", FORMAT_VERSION) != FORMAT_VERSION
+        if isinstance(fields, dict) and fields.get("format_version", FORMAT_VERSION) not in (
+            FORMAT_VERSION,
+            SHARED_VERSION,
         ):
             found = fields["format_version"]
             raise ValueError(
-                f"format_version {found} is not {FORMAT_VERSION}: export the bundle again"
+                f"format_version {found} is neither {FORMAT_VERSION} nor {SHARED_VERSION}: export the bundle again"
             )
         return fields
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
+        if (self.encoder is None) is not bool(self.graphs):
+            raise ValueError("needs either graphs or the encoder that its heads share")
+        if (self.encoder or self.states) and self.format_version < SHARED_VERSION:
+            raise ValueError(f"hidden states and their heads need format_version {SHARED_VERSION}")
+        if self.encoder is not None:
+            self._check_layers(self.encoder.layers)
         if self.default_precision not in self.precisions:
             raise ValueError(f"default_precision {self.default_precision} has no graph")
         for name, head in self.heads.items():
@@ -448,6 +501,18 @@ class Manifest(_Record):
             raise ValueError(f"no golden tolerance for {sorted(missing)}")
         self._check_masks()
         return self
+
+    def _check_layers(self, layers: Mapping[str, Layers]) -> None:
+        for name, head in self.heads.items():
+            if head.task not in STATE_TASKS:
+                tasks = ", ".join(sorted(STATE_TASKS))
+                raise ValueError(
+                    f"{name}: a {head.task} head cannot read the hidden states of another bundle; heads of these tasks"
+                    f" can: {tasks}"
+                )
+            if name not in layers or bool(layers[name].pooling) is head.per_token:
+                per = "each token" if head.per_token else "pooled tokens"
+                raise ValueError(f"{name}: needs encoder.layers, with an output for {per}")
 
     def _check_masks(self) -> None:
         rows = self.vocabulary.size
@@ -483,7 +548,14 @@ class Manifest(_Record):
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
-        return tuple(dict.fromkeys(graph.precision for graph in self.graphs))
+        """The precisions of the graphs, or those of the encoder for which a head bundle has goldens."""
+        of_graphs = dict.fromkeys(graph.precision for graph in self.graphs)
+        return tuple(of_graphs or self.goldens.tolerance)
+
+    @property
+    def states(self) -> str | None:
+        """The name of the head that gives the last hidden states; None without one."""
+        return next((n for n, head in self.heads.items() if head.task == "hidden-states"), None)
 
     def graphs_for(self, kind: DeviceKind, precision: str) -> list[Graph]:
         """Return the graphs for a kind of device, in the order in which they are tried, packed ones first.
@@ -500,7 +572,9 @@ class Manifest(_Record):
     def files(self) -> dict[str, str]:
         """Return the SHA-256 of every file that the manifest lists, by file name."""
         weights = [graph.weights for graph in self.graphs if graph.weights]
-        parts: list[File] = [self.vocabulary, self.goldens, *self.graphs, *weights]
+        parts: list[File] = [self.goldens, *self.graphs, *weights]
+        # A head bundle has no tokenizer of its own.
+        parts.append(self.encoder.weights if self.encoder else self.vocabulary)
         return {part.file: part.sha256 for part in parts}
 
 
@@ -525,7 +599,7 @@ class BundleTexts:
 
     manifest: Manifest
     sha256: str  # of the manifest, which contains the hashes of all other files
-    tokenizer: bytes  # the bytes of its file
+    tokenizer: bytes  # the bytes of its file; empty for a head bundle, which has its encoder's
 
 
 @dataclass(frozen=True, slots=True)
@@ -544,6 +618,8 @@ class Bundle:
 def read_texts(bundle: Bundle) -> BundleTexts:
     """Read a bundle's manifest and tokenizer for an HTTP process. Raises BundleError if the tokenizer has changed."""
     vocabulary = bundle.manifest.vocabulary
+    if bundle.manifest.encoder is not None:
+        return BundleTexts(bundle.manifest, bundle.sha256, b"")
     try:
         tokenizer = bundle.file(vocabulary.file).read_bytes()
     except OSError as error:

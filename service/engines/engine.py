@@ -13,6 +13,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from service.core.bundle import EMBEDDING_FIELDS, BundleTexts, Head, Manifest, Task
 from service.core.cpu import CPU
 from service.core.encode import Cut, Encoded, Encoder, TextError, is_panic
+from service.core.state_heads import output_name
 from service.engines.device import Device, RunsOn
 from service.engines.model_state import ServedModel
 from service.engines.result_collector import (
@@ -157,6 +158,11 @@ class Engine:
         self.manifest: Manifest = texts.manifest
         self.id = texts.manifest.id
         self.sha256 = texts.sha256
+        shared = texts.manifest.encoder
+        # The bundle that computes, and the beginning of the names of its outputs for the heads of this one.
+        self.computed_by, self._prefix = (
+            (shared.id, output_name(self.id, "")) if shared else (self.id, "")
+        )
         self.encoder = encoder
         self.model = model
         self.copies: Copies | None = None
@@ -223,6 +229,8 @@ class Engine:
         if ticket.on_submit is not None:
             ticket.on_submit()
         decode = plan.decode if plan.result_bytes is None else self._count(plan, encoded)
+        if self._prefix:
+            decode = _with_own_names(decode, self._prefix)
         collector = ResultCollector(
             items, entries, errors, ticket.isolate_errors, decode, on_result
         )
@@ -334,7 +342,7 @@ class Engine:
         return await self._text_threads.run(self._flow(ticket), size, partial(_without_panic, work))
 
     def _flow(self, ticket: Ticket) -> Flow:
-        return Flow(self.id, ticket.priority, ticket.tenant)
+        return Flow(self.computed_by, ticket.priority, ticket.tenant)
 
     async def _encode(self, plan: TaskPlan[C, Any], ticket: Ticket) -> EncodedRequest[C]:
         """Encode inputs part by part, so that other requests can use the thread between two parts.
@@ -394,9 +402,11 @@ class Engine:
     def _entries(
         self, heads: Heads, encoded: Sequence[Cut | None], ticket: Ticket, arrival: float
     ) -> list[Entry]:
+        if self._prefix:
+            heads = tuple(self._prefix + head for head in heads)
         return [
             Entry(
-                bundle=self.id,
+                bundle=self.computed_by,
                 window=window,
                 request_id=ticket.request_id,
                 arrival=arrival,
@@ -429,7 +439,8 @@ class Engine:
 
     def close(self) -> None:
         """Forget the measurements of the model's texts."""
-        self._text_threads.forget(self.id)
+        if not self._prefix:
+            self._text_threads.forget(self.id)
 
     # -- description ------------------------------------------------------------------------------
 
@@ -459,6 +470,7 @@ class Engine:
             "id": self.id,
             "name": manifest.name,
             "version": manifest.version,
+            "encoder": manifest.encoder.id if manifest.encoder else None,
             "state": self.model.state,
             "aliases": self.model.aliases,
             "heads": {name: self._describe_head(head) for name, head in manifest.heads.items()},
@@ -559,6 +571,16 @@ def _encode_part(plan: TaskPlan[C, Any], part: slice, isolate: bool) -> EncodedP
             encoded.append(None)
         start = index + 1
     return EncodedPart(encoded, dict(sorted(reasons.items())), size)
+
+
+def _with_own_names(decode: Decode[C, T], prefix: str) -> Decode[C, T]:
+    """Return a plan's `decode` that gets outputs whose names begin with a prefix."""
+
+    def decode_own(index: int, item: C, outputs: list[Outputs]) -> T:
+        own = [{n.removeprefix(prefix): rows for n, rows in each.items()} for each in outputs]
+        return decode(index, item, [*own])
+
+    return decode_own
 
 
 def _usage(encoded: Sequence[Cut | None]) -> TokenUsage:

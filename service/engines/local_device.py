@@ -7,14 +7,23 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import structlog
 
 from service import liveness
-from service.core.bundle import Bundle, BundleError, BundleTexts, read_texts
+from service.core.bundle import (
+    Bundle,
+    BundleError,
+    BundleTexts,
+    Golden,
+    Manifest,
+    check_goldens,
+    read_texts,
+)
 from service.core.cpu import CPU
 from service.core.device_kind import DeviceKind, Slots
 from service.core.encode import Window
@@ -29,6 +38,14 @@ from service.core.session import (
     open_session,
     trim,
     usable_kinds,
+)
+from service.core.state_heads import (
+    Floats,
+    StateHead,
+    StateOutputs,
+    graph_outputs,
+    output_name,
+    read_heads,
 )
 from service.engines.device import RunsOn
 from service.engines.memory_need import fit_memory
@@ -55,19 +72,62 @@ SCORES = 64  # numbers that attention stores for each pair of slots: 16 heads, 4
 
 
 class Runner:
-    """The sessions of one bundle, by the number of slots that a run takes."""
+    """The sessions of one bundle, by the number of slots that a run takes.
+
+    shared: the heads of other bundles that read this one's hidden states, by the names of their outputs
+    """
 
     def __init__(self, bundle: Bundle, sessions: Mapping[int, Session]) -> None:
         self._bundle = bundle
         self._sessions = sessions
         self._heads = bundle.manifest.heads
+        self._states = bundle.manifest.states
+        self._golden_states: tuple[bytes, list[Floats]] = (b"", [])
+        self.shared: Mapping[str, StateHead] = {}  # replaced whole, because threads read it
 
     def run(self, width: int, windows: Sequence[Window], heads: Heads = ()) -> list[Outputs]:
-        """Compute the outputs of these heads, or of all heads if empty, for each window, on `width` slots."""
+        """Compute the outputs of these heads, or of all own heads if empty, for each window, on `width` slots."""
         packed = pack(windows)
-        outputs = self._sessions[width].run(packed, heads)
+        wanted = heads if self._states is None else graph_outputs(heads, self._states)
+        outputs = self._sessions[width].run(packed, wanted)
         computed = {name: self._heads[name] for name in outputs}
-        return [*split(outputs, len(windows), row_starts(packed, computed))]
+        rows = split(outputs, len(windows), row_starts(packed, computed))
+        states, shared = self._states, self.shared
+        if states is None or states not in outputs or not shared:
+            return [*rows]
+        return [StateOutputs(own, states, shared) for own in rows]
+
+    def check_heads(self, bundle: Bundle) -> dict[str, StateHead]:
+        """Read the heads of a bundle for the states of this one, and check their goldens. Raises BundleError."""
+        if self._states is None:
+            reason = f"the graphs of its encoder {self._bundle.manifest.id} give no hidden states: export it"
+            raise BundleError(bundle.path, f"{reason} with --states")
+        heads = read_heads(bundle, self._heads[self._states].width)
+        precision = self._sessions[1].graph.precision
+        if precision not in bundle.manifest.goldens.tolerance:
+            has = ", ".join(bundle.manifest.precisions)
+            reason = f"its encoder computes {precision}, and it has goldens for {has} only"
+            raise BundleError(bundle.path, reason)
+        states = self._states_of(bundle.golden)
+        outputs = {}
+        for name, head in heads.items():
+            join = np.concatenate if bundle.manifest.heads[name].per_token else np.stack
+            outputs[name] = join([head(own) for own in states])
+        check_goldens(bundle, precision, outputs, RUNTIME)
+        return heads
+
+    def _states_of(self, golden: Golden) -> list[Floats]:
+        """Return the states of each golden, which are kept, because the goldens of most heads have equal inputs."""
+        key = b"".join(
+            part.tobytes() for part in (golden.input_ids, golden.token_type_ids, golden.lengths)
+        )
+        if self._golden_states[0] != key and self._states is not None:
+            ends = golden.lengths.cumsum()[:-1]
+            parts = (np.split(a, ends) for a in (golden.input_ids, golden.token_type_ids))
+            heads = (self._states,)
+            computed = [self.run(1, [Window(*own)], heads) for own in zip(*parts, strict=True)]
+            self._golden_states = key, [own[0][self._states] for own in computed]
+        return self._golden_states[1]
 
     def count_masks(self, window: Window, heads: Heads = ()) -> int:
         """Return how many mask tokens of a window get logits of the vocabulary for these heads, or all if empty."""
@@ -168,9 +228,11 @@ class OpenedBundle:
     runner: Runner
     runs_on: RunsOn
     estimators: Mapping[int, Estimator]
-    self_test: SelfTest
+    self_test: SelfTest | None  # None for a head bundle, whose encoder has one
     area: float = math.inf  # limit of B * S * S of a batch
     gpu_rate: float = 0.0  # tokens per second in full batches on all slots, if on a GPU
+    # Of a head bundle, whose runner is its encoder's.
+    heads: Mapping[str, StateHead] = field(default_factory=dict)
 
 
 def full_shapes(max_length: int, tokens: int, size: int, area: float) -> list[tuple[int, int]]:
@@ -184,6 +246,11 @@ def full_shapes(max_length: int, tokens: int, size: int, area: float) -> list[tu
         length = min(length, max_length)
     full = max(min(size, tokens // length), 1), length
     return [full] if length == max_length else [full, (1, max_length)]
+
+
+def outputs_of(manifest: Manifest) -> frozenset[str]:
+    """Return the names of the outputs of a head bundle."""
+    return frozenset(output_name(manifest.id, head) for head in manifest.heads)
 
 
 class LocalDevice:
@@ -222,6 +289,10 @@ class LocalDevice:
 
         Raises BundleError or ProviderError when the bundle must not be served, or takes longer than `load_timeout_s`.
         """
+        if bundle.manifest.encoder is not None:
+            runner = self._runners[self.encoder_of(bundle.path, bundle.manifest)]
+            heads, texts = runner.check_heads(bundle), read_texts(bundle)
+            return OpenedBundle(texts, runner, runner.runs_on, {}, None, heads=heads)
         seconds = self._settings.load_timeout_s
         with TimeLimit(seconds) as limit:
             try:
@@ -233,6 +304,18 @@ class LocalDevice:
             reason = f"opening and testing it takes more than load_timeout_s, {seconds:g} s"
             raise BundleError(bundle.path, reason)
         return opened
+
+    def encoder_of(self, path: Path | str, manifest: Manifest) -> str:
+        """Return the id of the served bundle whose states a head bundle reads. Raises BundleError without it."""
+        shared = manifest.encoder
+        assert shared is not None, "our bug: this bundle has its own encoder"
+        texts = self.texts.get(shared.id)
+        if texts is None or texts.sha256 != shared.sha256:
+            found = "is not served here" if texts is None else "is served with other contents"
+            named = f"its encoder {shared.id} (SHA-256 of the manifest {shared.sha256[:12]}...)"
+            reason = f"{named} {found}: serve it first"
+            raise BundleError(path, reason)
+        return shared.id
 
     def _open(self, bundle: Bundle, limit: TimeLimit) -> OpenedBundle:
         settings = self._settings
@@ -294,10 +377,16 @@ class LocalDevice:
         return session.kind.memory() // (2 * self._slots.number * SCORES * number)
 
     def add(self, opened: OpenedBundle) -> None:
-        """Start to compute batches of an opened bundle."""
+        """Start to compute batches of an opened bundle. Raises BundleError for heads whose encoder is not served."""
         name = opened.texts.manifest.id
+        if opened.heads:
+            self.encoder_of(name, opened.texts.manifest)
+            own = {output_name(name, head): heads for head, heads in opened.heads.items()}
+            opened.runner.shared = {**opened.runner.shared, **own}
         self.texts[name] = opened.texts
         self.runs_on[name] = opened.runs_on
+        if opened.heads:
+            return
         self._runners[name] = opened.runner
         self._gpu_rates[name] = opened.gpu_rate
         self.batcher.admission.max_queue_tokens = self._queue_limit()
@@ -305,17 +394,33 @@ class LocalDevice:
         self.batcher.add_bundle(
             name, opened.estimators, runner.unbatched, opened.area, runner.count_masks
         )
-        self._self_tests.add(name, opened.self_test)
+        if opened.self_test is not None:
+            self._self_tests.add(name, opened.self_test)
         if note := self.runs_on[name].provider_note:
             log.warning("the GPU is not used", model=name, reason=note)
 
     async def drop(self, name: str) -> None:
         """Remove a bundle once all accepted requests for it are answered."""
+        manifest = self.texts[name].manifest
+        if manifest.encoder is not None:
+            encoder, outputs = manifest.encoder.id, outputs_of(manifest)
+            await self.batcher.drained(encoder, outputs)
+            runner = self._runners[encoder]
+            runner.shared = {n: head for n, head in runner.shared.items() if n not in outputs}
+            del self.texts[name], self.runs_on[name]
+            return
         self._self_tests.remove(name)
         await self.batcher.drained(name)
         self.batcher.remove_bundle(name)
         del self.texts[name], self.runs_on[name], self._runners[name], self._gpu_rates[name]
         self.batcher.admission.max_queue_tokens = self._queue_limit()
+
+    def requests(self, name: str) -> int:
+        """Return the number of unanswered requests for a bundle."""
+        manifest = self.texts[name].manifest
+        if manifest.encoder is None:
+            return self.batcher.requests(name)
+        return self.batcher.requests(manifest.encoder.id, outputs_of(manifest))
 
     def _queue_limit(self) -> int:
         """Return the tokens that may wait: the setting, or `QUEUE_S` seconds at the fastest bundle's rate on a GPU."""

@@ -26,6 +26,7 @@ class ModelRecord:
     shadow: float = field(default=0.0, kw_only=True)
     # Further names of requests for `name`, which all versions of a name share.
     aliases: tuple[str, ...] = field(default=(), kw_only=True)
+    encoder: str = field(default="", kw_only=True)  # the id of a head bundle's encoder
 
     @property
     def name(self) -> str:

@@ -56,10 +56,11 @@ class Engines:
 
         Raises ValueError for a tokenizer that cannot be used, and then keeps the engines. texts: of new models
         """
-        engines = {
-            model.id: self._known(model) or await self._open(texts[model.id], model)
-            for model in models
-        }
+        engines: dict[str, Engine] = {}
+        # Encoders come first, because the engines of heads use theirs.
+        for model in sorted(models, key=lambda model: model.encoder != ""):
+            known = self._known(model) or await self._open(texts[model.id], model, engines)
+            engines[model.id] = known
         for engine in self._by_id.values():
             engine.copies = None
         for model in models:
@@ -73,19 +74,32 @@ class Engines:
         self._by_id = engines
         self._by_name = by_name(models, engines)
         self.expected = [
-            model.id for model in models if model.state != "previous" and not model.shadow
+            model.id
+            for model in models
+            if model.state != "previous" and not model.shadow and not model.encoder
         ]
 
     def _known(self, model: ServedModel) -> Engine | None:
         engine = self._by_id.get(model.id)
         return engine if engine is not None and engine.sha256 == model.sha256 else None
 
-    async def _open(self, texts: BundleTexts, model: ServedModel) -> Engine:
+    async def _open(
+        self, texts: BundleTexts, model: ServedModel, engines: Mapping[str, Engine]
+    ) -> Engine:
+        """Open an engine; engines: of the other models, among them a head bundle's encoder."""
+        if model.encoder:
+            encoder = engines[model.encoder].encoder
+            if encoder.max_length != texts.manifest.max_length:
+                encoder = Encoder(encoder.tokenizer, texts.manifest.max_length)
+            return self._make(texts, encoder, model)
         tokenizer = self._tokenizer(texts.manifest.vocabulary.sha256)
         if tokenizer is None:
             tokenizer = await asyncio.to_thread(parse_tokenizer, texts.tokenizer)
         with tokenizer_errors(f"the tokenizer of {model.id} cannot be used"):
             encoder = Encoder(tokenizer, texts.manifest.max_length)
+        return self._make(texts, encoder, model)
+
+    def _make(self, texts: BundleTexts, encoder: Encoder, model: ServedModel) -> Engine:
         return Engine(texts, encoder, model, self._device, self.text_threads, self._limits)
 
     def _tokenizer(self, sha256: str) -> Tokenizer | None:

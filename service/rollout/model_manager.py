@@ -56,6 +56,7 @@ OPENING_ERRORS: tuple[type[Exception], ...] = (BundleError, OSError, *RUNTIME_ER
 BELOW = re.compile(r"[A-Za-z0-9_@-][\w.+=@-]*(/[A-Za-z0-9_@-][\w.+=@-]*)*", re.ASCII)
 
 LOAD_ALONE_S = 10.0  # seconds in which a load is the only one; then the next one starts
+SHOWN_HEADS = 5  # in the message that an encoder cannot be unloaded
 STOP_S = 5.0  # beyond load_timeout_s, for the runtime to stop
 
 CommandResult = Mapping[str, Any]
@@ -114,7 +115,10 @@ class ModelManager:
         """
         if resume is None:
             loaded = [bundles.load(path) for path in self._settings.bundles]
-            opened = [self._open(bundle) for bundle in loaded]
+            # Encoders first, because heads need theirs.
+            order = sorted(loaded, key=lambda bundle: bundle.manifest.encoder is not None)
+            by_id = {model.id: model for model in map(self._open, order)}
+            opened = [by_id[bundle.manifest.id] for bundle in loaded]
         else:
             opened = self._open_again([ModelRecord(**kept) for kept in resume["models"]])
         self.models = model_state.settled(opened, time.time())
@@ -132,7 +136,9 @@ class ModelManager:
     def _open_again(self, former: Iterable[ModelRecord]) -> list[ServedModel]:
         opened: list[ServedModel] = []
         problems: list[Exception] = []
-        for kept in former:
+        former = [*former]
+        # Encoders first, because heads need theirs.
+        for kept in sorted(former, key=lambda kept: kept.encoder != ""):
             try:
                 model = self._open(bundles.load(stored_bundle(kept.path, kept.sha256)), kept.path)
             except OPENING_ERRORS as error:
@@ -152,7 +158,8 @@ class ModelManager:
             opened.append(model)
         if not opened:
             raise problems[0]
-        return opened
+        places = {kept.path: place for place, kept in enumerate(former)}
+        return sorted(opened, key=lambda model: places[model.path])
 
     def _add(self, path: Path | str, opened: OpenedBundle) -> ServedModel:
         """Add a bundle to the device as a pinned model, which gets no requests yet."""
@@ -170,6 +177,7 @@ class ModelManager:
             now,
             runs_on,
             aliases=next(shared, aliases),
+            encoder=manifest.encoder.id if manifest.encoder else "",
         )
 
     async def follow(self, subscriber: Subscriber) -> None:
@@ -236,6 +244,7 @@ class ModelManager:
             bundle, opened = await opening
         async with self._deciding:
             self._check_space(bundle.manifest, allowed)
+            self._check_encoder(bundle)
             # Another command may have added it meanwhile.
             missing = None if self._known(bundle) else opened
             new = self._add(folder, missing) if missing else self._find(bundle.manifest.id)
@@ -259,7 +268,9 @@ class ModelManager:
                 if self._known(bundle):
                     return bundle, None
                 self._check_space(bundle.manifest, allowed)
-                await self._trial(self._settings, own)
+                self._check_encoder(bundle)
+                if bundle.manifest.encoder is None:  # heads have no graph, which could crash
+                    await self._trial(self._settings, own)
                 async with asyncio.timeout(seconds):
                     opened = await asyncio.to_thread(self._device.open, bundle)
             except TimeoutError:  # its thread goes on until the runtime's current operator ends
@@ -293,6 +304,10 @@ class ModelManager:
         """Unload a version; return when its memory is free."""
         async with self._deciding:
             leaving = self._find(command.model)
+            if heads := [model.id for model in self.models if model.encoder == leaving.id]:
+                named = ", ".join(heads[:SHOWN_HEADS])
+                more = f" and {len(heads) - SHOWN_HEADS} more" if len(heads) > SHOWN_HEADS else ""
+                raise Conflict(f"{leaving.id} computes {named}{more}: unload these first")
             rest = model_state.remove_model(self.models, leaving.id, time.time())
             if not rest:
                 raise Conflict(f"{leaving.id} is the last served model")
@@ -327,7 +342,9 @@ class ModelManager:
     ) -> CommandResult:
         old = model_state.current(self.models, new.name)
         if new is not old:
-            now, resident = time.time(), self.resident
+            used = {model.encoder for model in self.models}
+            encoders = {model.sha256 for model in self.models if model.id in used}
+            now, resident = time.time(), encoders.union(self.resident)
             later = model_state.introduce_model(
                 self.models, new, now, keep_old=keep_old, resident=resident
             )
@@ -386,9 +403,10 @@ class ModelManager:
         assert self._subscriber is not None
         await self._subscriber.left(name)
         await self._device.drop(name)
-        del self._going[name]
+        model, _ = self._going.pop(name)
         self._metrics.forget_others(self._device.texts)
-        await asyncio.to_thread(trim)
+        if not model.encoder:
+            await asyncio.to_thread(trim)
         log.info("unloaded", model=name)
 
     # -- look-ups and checks ----------------------------------------------------------------------
@@ -414,6 +432,17 @@ class ModelManager:
                 f"{name} is served with other contents: change the version of the new bundle"
             )
         return served is not None
+
+    def _check_encoder(self, bundle: Bundle) -> None:
+        """Raise Conflict for heads whose encoder is not served, or is being unloaded."""
+        if bundle.manifest.encoder is None:
+            return
+        try:
+            encoder = self._device.encoder_of(bundle.path, bundle.manifest)
+        except BundleError as error:
+            raise Conflict(str(error)) from None
+        if encoder in self._going:
+            raise Conflict(f"{bundle.path}: its encoder {encoder} is being unloaded")
 
     def _manifest(self, model: ServedModel) -> Manifest:
         return self._device.texts[model.id].manifest
@@ -447,7 +476,7 @@ class ModelManager:
             "state": model.state,
             "since": moment(model.since),
             "embedding_space": self._manifest(model).embedding_space,
-            "requests": self._device.batcher.requests(model.id),
+            "requests": self._device.requests(model.id),
             "shadow": model.shadow,
             "aliases": model.aliases,
             "compared": self._compared(model),

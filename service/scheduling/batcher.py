@@ -131,13 +131,22 @@ class Batcher:
         del self._queue.models[bundle]
         self._post(partial(self._abandon, bundle))
 
-    def requests(self, bundle: str) -> int:
-        """Return the number of unanswered requests for a model."""
-        return sum(request.flow_queue.flow.bundle == bundle for request in self._unanswered)
+    def requests(self, bundle: str, heads: frozenset[str] = frozenset()) -> int:
+        """Return the number of unanswered requests for a model, or for one of its heads."""
+        return sum(
+            request.flow_queue.flow.bundle == bundle
+            and (not heads or not heads.isdisjoint(request.entries[0].heads))
+            for request in self._unanswered
+        )
 
-    async def drained(self, bundle: str) -> None:
-        """Wait until no entry of a model waits or runs; this does not end while more requests arrive."""
-        while self.requests(bundle) or any(batch.bundle == bundle for batch in self.running):
+    async def drained(self, bundle: str, heads: frozenset[str] = frozenset()) -> None:
+        """Wait until no entry of a model waits or runs; this does not end while more requests arrive.
+
+        heads: wait for requests for these heads only, not for a batch whose requests were cancelled
+        """
+        while self.requests(bundle, heads) or (
+            not heads and any(batch.bundle == bundle for batch in self.running)
+        ):
             await asyncio.sleep(DRAINED_POLL_S)
 
     # -- lifecycle --------------------------------------------------------------------------------

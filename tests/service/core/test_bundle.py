@@ -276,8 +276,8 @@ def add_masks(manifest: Any, name: str = "masks", **fields: Any) -> None:
 
 
 BAD: list[tuple[str, Callable[[Any], Any], str]] = [
-    ("earlier format", lambda m: m.update(format_version=4), "format_version 4 is not 5: export the bundle again"),
-    ("later format", lambda m: m.update(format_version=6, new=1), "format_version 6 is not 5: export the bundle again"),
+    ("earlier format", lambda m: m.update(format_version=4), "format_version 4 is neither 5 nor 6: export"),
+    ("later format", lambda m: m.update(format_version=7, new=1), "format_version 7 is neither 5 nor 6: export"),
     ("no format", lambda m: m.pop("format_version"), "format_version: Field required"),
     ("temperature of vectors", stated(calibration_temperature=2.0), "calibration_temperature is for classification"),
     ("temperature of 0", lambda m: m["heads"]["sentiment"].update(calibration_temperature=0), "greater than 0"),
@@ -312,7 +312,7 @@ BAD: list[tuple[str, Callable[[Any], Any], str]] = [
     ("line break", lambda m: m.update(version="1\n"), "version: String should match pattern"),
     ("unknown field", lambda m: m.update(hedas={}), "hedas: Extra inputs are not permitted"),
     ("no heads", lambda m: m.update(heads={}), "heads: Dictionary should have at least 1 item"),
-    ("no graphs", lambda m: m.update(graphs=[]), "graphs: Tuple should have at least 1 item"),
+    ("no graphs", lambda m: m.update(graphs=[]), "needs either graphs or the encoder that its"),
     ("endless", lambda m: m.update(max_length=2**62), "max_length: Input should be less than or"),
     ("short", lambda m: m.update(max_length=7), "max_length: Input should be greater than or"),
     ("task", lambda m: m["heads"]["vectors"].update(task="rank"), "heads.vectors.task: Input"),
