@@ -25,6 +25,7 @@ import structlog
 from pydantic.fields import FieldInfo
 
 from service import __version__
+from service.core.device_places import Place, device_places
 from service.core.program_name import program_name
 from service.core.remote_files import address, full_name
 from service.memory_limit import memory_limit
@@ -111,9 +112,14 @@ def serve(settings: Settings, source: KeySource | None = None) -> None:
             settings = settings.model_copy(update={"bundles": download(settings.bundles)})
         limit = memory_limit()
         workers = settings.workers(usable_cores(), limit.size if limit else None)
+        devices = places(settings)
+        if len(devices) > 1:
+            threads = settings.threads or max(usable_cores() // len(devices), 1)
+            settings = settings.model_copy(update={"threads": threads})
+            workers = workers or 1
         settings = settings.model_copy(update={"http_workers": workers})
         if workers:
-            sys.exit(asyncio.run(Processes(settings, listeners, source).run()))
+            sys.exit(asyncio.run(Processes(settings, listeners, source, devices).run()))
         drop_early()
         # The main process of several processes does not need this module.
         from service.processes.single_process import serve_in_one_process
@@ -134,6 +140,17 @@ def download(bundles: Sequence[Path]) -> tuple[Path, ...]:
     if run.returncode:
         raise SystemExit(3)  # the reason is printed
     return tuple(map(Path, run.stdout.splitlines()))
+
+
+def places(settings: Settings) -> list[Place]:
+    """Return the devices of the settings. Exits with status 2 where the machine does not have them."""
+    try:
+        devices = device_places(settings.devices, settings.provider)
+    except ValueError as error:
+        raise fail(f"devices: {error}", 2) from None
+    if len(devices) > 1 and settings.http_workers == 0:
+        raise fail("http_workers 0 has one process, for one device: leave it unset", 2)
+    return devices
 
 
 def parser(

@@ -24,6 +24,7 @@ from pydantic_settings import (
 )
 
 from service.core.device_kind import DeviceKind, Slots
+from service.core.device_places import check_devices
 from service.core.device_table import KINDS, check_name, expected_kind
 from service.core.remote_files import address
 from service.keys import PLAIN, Keys
@@ -140,6 +141,11 @@ class Settings(BaseSettings):
         "auto",
         description=f"device; {' or '.join(sorted(kind.name for kind in KINDS))} ends the start if the device is not"
         " usable",
+    )
+    devices: str = Field(
+        "auto",
+        description="devices, each with an inference process of its own: cpu*2 for two groups of cores, cuda:0,cuda:1"
+        " for two GPUs; auto takes all visible GPUs, or the CPU as one device",
     )
     replicas: int | None = Field(
         None,
@@ -428,6 +434,11 @@ class Settings(BaseSettings):
     @classmethod
     def _known(cls, value: str) -> str:
         return check_name(value, "auto")
+
+    @field_validator("devices")
+    @classmethod
+    def _are_devices(cls, value: str) -> str:
+        return check_devices(value)
 
     @field_validator(
         "precision", "provider", "unknown_model", "log_level", "log_format", mode="before"

@@ -282,8 +282,14 @@ SHOWN_BY_TASK: Mapping[Task, Callable[[Any], object]] = {
 @router.get("/models", **openapi.page(ModelsResponse))
 async def models(request: Request) -> Response:
     """The bundles that are served, the default first."""
-    engines = service_of(request).open_engines().all()
-    return json_response({"models": [engine.describe() for engine in engines]})
+    engines = service_of(request).open_engines()
+    devices = [
+        {"name": name, "ready": load.ready, "queue_tokens": load.queue_tokens}
+        for name, load in engines.loads().items()
+    ]
+    return json_response(
+        {"models": [engine.describe() for engine in engines.all()], "devices": devices}
+    )
 
 
 @router.get("/health/live", **openapi.page(HealthResponse, open_to_all=True))

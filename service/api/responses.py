@@ -277,8 +277,17 @@ class DescribedModel(BaseModel):
     datasets: list[DataSet]
 
 
+class DescribedDevice(BaseModel):
+    name: str
+    ready: bool
+    queue_tokens: int = Field(description="tokens that wait for a batch")
+
+
 class ModelsResponse(BaseModel):
     models: list[DescribedModel] = Field(description="the bundles served, the default first")
+    devices: list[DescribedDevice] = Field(
+        description="the devices, each of which serves all models"
+    )
 
 
 class Model(BaseModel):

@@ -34,19 +34,26 @@ class Gpu:
     cuda: tuple[int, int]  # the newest CUDA version that the driver supports, major and minor
 
 
-def find_gpu() -> Gpu:
-    """Query the driver, which loads no CUDA library. Raises NoDeviceError where the driver or the device is missing."""
+def open_driver() -> tuple[Any, int]:
+    """Return the driver and the number of visible GPUs. Raises NoDeviceError where the driver or a GPU is missing."""
     try:
         driver = ctypes.CDLL(DRIVER)
     except OSError as error:
         raise NoDeviceError(f"a library is missing: {error}") from None
     number = ctypes.c_int()
-    _call(driver, "cuDriverGetVersion", ctypes.byref(number))
-    cuda = number.value // 1000, number.value % 1000 // 10
     _call(driver, "cuInit", 0)
     _call(driver, "cuDeviceGetCount", ctypes.byref(number))
     if not number.value:
         raise NoDeviceError("the NVIDIA driver has no visible GPU; check CUDA_VISIBLE_DEVICES")
+    return driver, number.value
+
+
+def find_gpu() -> Gpu:
+    """Query the driver, which loads no CUDA library. Raises NoDeviceError where the driver or the device is missing."""
+    driver, _ = open_driver()
+    number = ctypes.c_int()
+    _call(driver, "cuDriverGetVersion", ctypes.byref(number))
+    cuda = number.value // 1000, number.value % 1000 // 10
     device = ctypes.c_int()
     _call(driver, "cuDeviceGet", ctypes.byref(device), 0)
     name = ctypes.create_string_buffer(256)
@@ -139,5 +146,6 @@ CUDA = DeviceKind(
     package=DISTRIBUTION,
     find=find_usable_gpu,
     is_present=has_gpu,
+    number=lambda: open_driver()[1],
     memory=lambda: find_gpu().memory,
 )

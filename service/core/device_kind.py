@@ -39,6 +39,8 @@ class DeviceKind:
     find: Callable[[ModuleType], str] | None = None
     # Whether the device may be found; does not load the runtime.
     is_present: Callable[[], bool] = lambda: True
+    # The devices of this kind that the process can see.
+    number: Callable[[], int] = lambda: 1
     # Bytes of the device's own memory; None for a device that uses the machine's memory and cores.
     memory: Callable[[], int] | None = None
 

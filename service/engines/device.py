@@ -4,7 +4,7 @@
 process.
 """
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,6 +52,9 @@ class Device(Protocol):
 
     def load(self) -> Load:
         """Return the backlog, the drain rates, and the problem that keeps the device from accepting requests."""
+
+    def loads(self) -> Mapping[str, Load]:
+        """Return the load of each single device by its name."""
 
     def alive(self) -> bool:
         """Return whether the device works; False when only a restart of this process can help."""

@@ -437,6 +437,9 @@ class LocalDevice:
         load = self.batcher.load()
         return replace(load, problem=load.problem or self._hung() or self._self_tests.problem)
 
+    def loads(self) -> dict[str, Load]:
+        return {self.kind.name: self.load()}
+
     def facts(self) -> dict[str, dict[str, str]]:
         """Return the labels of each bundle for the metrics, by id."""
         return {

@@ -13,6 +13,7 @@ import structlog
 
 from service.core.bundle import BundleError, Graph, Manifest, Memory, read_manifest
 from service.core.cpu import CPU
+from service.core.device_places import core_groups
 from service.memory_limit import MIB, ROOT, in_mib, memory_limit
 from service.settings import Settings, usable_cores
 
@@ -128,17 +129,23 @@ def estimate_memory(folder: Path, manifest: Manifest, graph: Graph) -> Memory:
 
 
 def needed_memory(settings: Settings, needs: Sequence[GraphNeed]) -> int:
-    """Return the bytes that all processes need while each slot runs the largest batch of any bundle."""
+    """Return the bytes that all processes need while each slot runs the largest batch of any bundle.
+
+    Groups of cores have their own sessions and batches, so the memory is that of one group times their number.
+    """
     slots = settings.slots(CPU, usable_cores(), len(needs))
     sessions = len(slots.threads) * sum(need.memory.opened for need in needs)
     largest = max(need.memory.of_batch(batch_tokens(settings, need)) for need in needs)
-    return process_memory(settings) + sessions + slots.number * largest
+    of_device = sessions + slots.number * largest
+    return process_memory(settings) + core_groups(settings.devices) * of_device
 
 
 def process_memory(settings: Settings) -> int:
     """Return the bytes of all processes without sessions and batches."""
     workers = 1 if settings.http_workers is None else settings.http_workers
-    return MAIN + workers * HTTP + INFERENCE if workers else SINGLE
+    if not workers:
+        return SINGLE
+    return MAIN + workers * HTTP + core_groups(settings.devices) * INFERENCE
 
 
 def batch_tokens(settings: Settings, need: GraphNeed) -> int:
@@ -160,6 +167,7 @@ def explain_need(
     need = needed_memory(least, needs)
     slots = least.slots(CPU, usable_cores(), len(needs))
     sessions = len(slots.threads) * sum(one.memory.opened for one in needs)
+    sessions *= core_groups(least.devices)
     processes = process_memory(least)
     parts = (
         f"processes {in_mib(processes)}, sessions {in_mib(sessions)},"

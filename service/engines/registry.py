@@ -37,6 +37,7 @@ class Engines:
         settings: Settings,
     ) -> None:
         self.load = device.load
+        self.loads = device.loads
         self.alive = device.alive
         self.execute = execute
         self.text_threads = TextThreads()

@@ -29,7 +29,7 @@ from service.observability import logs
 from service.observability.live_view import LiveView, Send
 from service.observability.shared_call import SharedCall
 from service.scheduling.executor import BatchStats
-from service.scheduling.load import Load
+from service.scheduling.load import Load, total_load
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -81,8 +81,8 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._models: Callable[[], Mapping[str, Mapping[str, str]]] = dict
-        self._load: Callable[[], Load] | None = None
-        self._live = LiveView(lambda: self._load() if self._load else Load())
+        self._loads: Callable[[], Mapping[str, Load]] = dict
+        self._live = LiveView(lambda: total_load([*self._loads().values()]))
         self.watch_live = self._live.watch
         self._page = SharedCall(self._render_in_thread, RENDERING)
         self._stages_of: dict[str, tuple[Histogram, ...]] = {}
@@ -140,6 +140,12 @@ class Metrics:
         self._max_queue_seconds = self._gauge(
             "quartet_max_queue_seconds",
             "Expected wait in seconds at which requests with the deadline deadline_ms are refused as overloaded.",
+        )
+        self._device_ready = self._gauge(
+            "quartet_device_ready", "1 while a device accepts requests, else 0.", "device"
+        )
+        self._device_tokens = self._gauge(
+            "quartet_device_queue_tokens", "Tokens that wait for a batch of a device.", "device"
         )
         self._info = self._gauge(
             "quartet_model_info",
@@ -279,14 +285,37 @@ class Metrics:
         if stats.failed:
             self._poison.labels(model).inc(len(stats.failed))
 
+    def observe_remote_batch(
+        self,
+        bundle: str,
+        size: int,
+        tokens: int,
+        longest: int,
+        queue_s: Sequence[float],
+        inference_s: float,
+        failed: int,
+        padded: bool,
+    ) -> None:
+        """Record a batch of another device's process, with the figures of its `BatchStats`.
+
+        failed: the number of its entries that failed
+        """
+        stats = BatchStats(bundle, size, tokens, longest, tuple(queue_s), inference_s)
+        self.observe_batch(stats, padded)
+        if failed:
+            self._poison.labels(bundle).inc(failed)
+
     def watch(
         self,
-        load: Callable[[], Load],
+        loads: Callable[[], Mapping[str, Load]],
         models: Callable[[], Mapping[str, Mapping[str, str]]],
         max_queue_s: float = 0.0,
     ) -> None:
-        """Read load and facts of models by id for each page. max_queue_s: the wait at which requests are refused"""
-        self._load = load
+        """Read the load of each device by its name, and facts of models by id, for each page.
+
+        max_queue_s: the wait at which requests are refused
+        """
+        self._loads = loads
         self._max_queue_seconds.set(max_queue_s)
         self._models = models
 
@@ -303,12 +332,15 @@ class Metrics:
 
     def _update(self) -> None:
         """Update the values that are read only for a page: gauges, and the set of series."""
-        if self._load is not None:
-            load = self._load()
+        if loads := self._loads():
+            load = total_load([*loads.values()])
             self._ready.set(load.ready)
             self._queue_tokens.set(load.queue_tokens)
             self._max_queue_tokens.set(load.max_queue_tokens)
             self._queue_seconds.set(load.drain_s)
+        for device, own in loads.items():
+            self._device_ready.labels(device).set(own.ready)
+            self._device_tokens.labels(device).set(own.queue_tokens)
         models = self._models()
         lost = logs.lost_lines()
         self.observe_lost_lines(lost - self._lost_here)

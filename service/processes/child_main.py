@@ -14,10 +14,9 @@ import uvloop
 
 from service import liveness
 from service.observability import logs
-from service.processes.control_channel import ControlChannel, Report
+from service.processes.control_channel import ControlChannel
 from service.processes.process_signals import IGNORED, STOP, die_with_parent, ignore
-from service.processes.supervisor import CANNOT_START, read_startup_config
-from service.settings import Settings
+from service.processes.supervisor import CANNOT_START, StartupConfig, read_startup_config
 
 log = structlog.get_logger()
 
@@ -30,24 +29,30 @@ def main() -> None:
     config = sys.stdin.buffer.read()
     if not config:
         return  # the main process ended before it had read its settings
-    settings, resume = read_startup_config(config)
+    startup = read_startup_config(config)
+    settings = startup.settings
     logs.configure(settings.log_level, settings.log_format, sys.stderr)
     end_within_s = settings.drain_s + liveness.KILL_AFTER_S
     channel = ControlChannel(socket.socket(fileno=int(control)), end_within_s)
     if role == "inference":
-        serve_inference(settings, channel, resume)
+        serve_inference(startup, channel)
     else:
-        serve_http(settings, channel, [socket.socket(fileno=int(number)) for number in listener])
+        serve_http(startup, channel, [socket.socket(fileno=int(number)) for number in listener])
 
 
 # Each role imports only what it needs: an HTTP process has no runtime, and the inference process no web framework.
 
 
-def serve_inference(settings: Settings, control: ControlChannel, resume: Report | None) -> None:
-    from service.processes.inference_process import CannotStart, compute
+def serve_inference(startup: StartupConfig, control: ControlChannel) -> None:
+    startup.devices[startup.device].enter()
+    from service.processes.inference_process import CannotStart, follow, lead
 
+    settings, resume, device, devices = startup
     try:
-        uvloop.run(compute(settings, control, resume))
+        if device:
+            uvloop.run(follow(settings, control, resume))
+        else:
+            uvloop.run(lead(settings, control, resume, devices))
     except CannotStart as error:
         log.debug("cannot start", exc_info=True)
         log.error(f"cannot start: {error}")
@@ -55,11 +60,11 @@ def serve_inference(settings: Settings, control: ControlChannel, resume: Report 
 
 
 def serve_http(
-    settings: Settings, control: ControlChannel, listeners: Sequence[socket.socket]
+    startup: StartupConfig, control: ControlChannel, listeners: Sequence[socket.socket]
 ) -> None:
     from service.processes.http_process import Worker
 
-    Worker(settings, control).run([*listeners])
+    Worker(startup.settings, control, [d.name for d in startup.devices]).run([*listeners])
 
 
 if __name__ == "__main__":

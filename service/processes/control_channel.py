@@ -23,10 +23,10 @@ from service.shutdown import Stage
 
 LEAVE, DRAIN, HURRY = b"L", b"D", b"H"
 STAGES = {LEAVE: Stage.LEAVING, DRAIN: Stage.DRAINING, HURRY: Stage.HURRYING}  # to enter
-PEER = b"P"  # comes with one end of a channel to another process
 KEYS = b"K"  # comes with a file in memory that contains all API keys
-
-WITH_DESCRIPTOR = {PEER, KEYS}
+# Comes with one end of a channel to the process of a device; the byte is this and the device's number. From the process
+# of a device, a channel to an HTTP process has the number 0.
+PEER = 0x80
 MISSING = "missing"  # in a report: the command whose descriptor did not arrive
 
 Report = Mapping[str, object]
@@ -82,11 +82,25 @@ class ChildControl:
 
 
 class ControlCommand(NamedTuple):
-    """A command as a child receives it. end: the socket of PEER; text: the JSON of KEYS"""
+    """A command as a child receives it. end: the socket of a channel; text: the JSON of KEYS"""
 
     kind: bytes
     end: socket.socket | None = None
     text: bytes = b""
+
+    @property
+    def device(self) -> int:
+        """The number of the device at the other end of a channel."""
+        return self.kind[0] - PEER
+
+
+def channel_to(device: int) -> bytes:
+    """Return the command that comes with one end of a channel to the process of a device."""
+    return bytes([PEER + device])
+
+
+def has_descriptor(kind: bytes) -> bool:
+    return kind == KEYS or kind[0] >= PEER
 
 
 class ControlChannel(AsyncIterator[ControlCommand]):
@@ -114,6 +128,10 @@ class ControlChannel(AsyncIterator[ControlCommand]):
                 with suppress(BrokenPipeError, ConnectionResetError):
                     await asyncio.get_running_loop().sock_sendall(self._end, line + b"\n")
 
+    async def report_missing(self, kind: bytes) -> None:
+        """Report that the descriptor of a command is missing."""
+        await self.report({MISSING: kind[0]})
+
     async def beat(self) -> None:
         """Send a heartbeat to the main process at regular intervals, forever."""
         die_with_parent(False)
@@ -131,12 +149,12 @@ class ControlChannel(AsyncIterator[ControlCommand]):
                 if self._end_within_s is not None:
                     end_within(self._end_within_s)
                 raise StopAsyncIteration
-            if kind not in WITH_DESCRIPTOR:
+            if not has_descriptor(kind):
                 return ControlCommand(kind)
             if descriptors:
                 return command_with_descriptor(kind, descriptors[0])
             await asyncio.sleep(liveness.DESCRIPTOR_MISSING_S)
-            await self.report({MISSING: kind.decode()})
+            await self.report_missing(kind)
 
     def _receive(self) -> tuple[bytes, list[int]]:
         """Receive the next command's byte, and its descriptors unless the process has no free one."""
@@ -170,7 +188,7 @@ class ControlChannel(AsyncIterator[ControlCommand]):
 
 def command_with_descriptor(kind: bytes, descriptor: int) -> ControlCommand:
     """Return the command of this kind with its descriptor."""
-    if kind == PEER:
-        return ControlCommand(kind, end=socket.socket(fileno=descriptor))
-    with open(descriptor, "rb") as file:
-        return ControlCommand(kind, text=file.read())
+    if kind == KEYS:
+        with open(descriptor, "rb") as file:
+            return ControlCommand(kind, text=file.read())
+    return ControlCommand(kind, end=socket.socket(fileno=descriptor))

@@ -15,11 +15,12 @@ from service.core.bundle import BundleTexts
 from service.core.encode import Window
 from service.engines.device import Device
 from service.engines.model_state import Models
+from service.engines.registry import ExecuteCommand
 from service.observability.metrics import Metrics
 from service.processes import messages
 from service.processes.peer import Peer, PeerLost, Receive, Reply
-from service.rollout.model_manager import ModelManager
 from service.scheduling.entries import Entry, EntryOutcome, Outcome
+from service.scheduling.load import Load
 
 log = structlog.get_logger()
 
@@ -36,9 +37,9 @@ class HttpPeer(Peer):
 class HttpPeers:
     """All connected HTTP processes. Their requests are computed while they are connected."""
 
-    def __init__(self, device: Device, manager: ModelManager, metrics: Metrics) -> None:
+    def __init__(self, device: Device, execute: ExecuteCommand, metrics: Metrics) -> None:
         self._device = device
-        self._manager = manager
+        self._execute = execute
         self._metrics = metrics
         self._models: Models = ()
         self._texts: Mapping[str, BundleTexts] = {}
@@ -97,7 +98,10 @@ class HttpPeers:
             await asyncio.sleep(liveness.LOAD_REPORT_S)
 
     def _send_load(self, peer: HttpPeer) -> None:
-        peer.notify(messages.LoadReport.of(self._device.load(), peer.received))
+        peer.notify(messages.LoadReport.of(self._load(), peer.received))
+
+    def _load(self) -> Load:
+        return self._device.load()
 
     async def all_disconnected(self) -> None:
         """Wait until no HTTP process is connected."""
@@ -124,7 +128,7 @@ class HttpPeers:
             case messages.Watch():
                 await self._metrics.watch_live(partial(send_part, messages.Page()))
             case messages.Execute():
-                answer = await self._manager.execute(request.command)
+                answer = await self._execute(request.command)
                 return messages.Executed(dict(answer)), b""
         raise TypeError(f"an HTTP process requested {request}")
 

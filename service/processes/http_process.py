@@ -11,11 +11,13 @@ import structlog
 
 from service import liveness
 from service.api.app import create_app
+from service.engines.device import Device
 from service.engines.registry import Engines
 from service.keys import load_keys
 from service.middleware.access_control import KeyCheck
 from service.observability import logs
-from service.processes.control_channel import KEYS, MISSING, PEER, STAGES, ControlChannel
+from service.processes.control_channel import KEYS, STAGES, ControlChannel, channel_to
+from service.processes.device_group import DeviceGroup
 from service.processes.remote_device import RemoteDevice
 from service.processes.remote_metrics import RemoteMetrics
 from service.server.server import Server
@@ -28,12 +30,18 @@ log = structlog.get_logger()
 class Worker(Server):
     """A server whose inference process is connected by the main process, and replaced if it is lost."""
 
-    def __init__(self, settings: Settings, control: ControlChannel) -> None:
-        self.device = RemoteDevice(exit_for_restart)
+    def __init__(
+        self, settings: Settings, control: ControlChannel, devices: Sequence[str] = ("cpu",)
+    ) -> None:
+        group = DeviceGroup(devices, exit_for_restart)
+        self.devices = group.devices
+        self.device = group.devices[0]  # its process has the models and the metrics
         self.control = control
         self.tasks: list[asyncio.Task[None]] = []
         metrics = RemoteMetrics(self.device)
-        app = create_app(settings, partial(open_remote_engines, self.device, metrics), metrics)
+        computing = group if len(devices) > 1 else self.device
+        opening = partial(open_remote_engines, computing, self.devices, metrics)
+        app = create_app(settings, opening, metrics)
         self.keys: KeyCheck | None = app.state.keys
         super().__init__(app, settings)
 
@@ -59,7 +67,7 @@ class Worker(Server):
     async def follow_commands(self) -> None:
         async for command in self.control:
             if command.end is not None:
-                await self.device.connect(command.end)
+                await self.devices[command.device].connect(command.end)
             if command.kind == KEYS and self.keys is not None:
                 self.keys.replace(load_keys(command.text))
             if command.kind in STAGES:
@@ -70,8 +78,9 @@ class Worker(Server):
         """Report regularly while there is no channel. The main process knows whether there should be one."""
         while True:
             await asyncio.sleep(liveness.CHANNEL_MISSING_S)
-            if not self.device.connected:
-                await self.control.report({MISSING: PEER.decode()})
+            for number, device in enumerate(self.devices):
+                if not device.connected:
+                    await self.control.report_missing(channel_to(number))
 
     def lose_listener(self) -> None:
         exit_for_restart("a listening socket was closed")
@@ -94,14 +103,16 @@ def exit_for_restart(
 
 @asynccontextmanager
 async def open_remote_engines(
-    device: RemoteDevice, metrics: RemoteMetrics, settings: Settings
+    computing: Device, devices: Sequence[RemoteDevice], metrics: RemoteMetrics, settings: Settings
 ) -> AsyncIterator[Engines]:
-    """Yield engines on the inference process, once it has opened its bundles. Raises ValueError."""
-    engines = Engines(device, device.execute, metrics.observe_comparison, settings)
-    watching = asyncio.create_task(device.watch())
+    """Yield engines on the inference processes, once the first has opened its bundles. Raises ValueError."""
+    first = devices[0]
+    engines = Engines(computing, first.execute, metrics.observe_comparison, settings)
+    watching = [asyncio.create_task(device.watch()) for device in devices]
     try:
-        await device.follow(engines)
+        await first.follow(engines)
         yield engines
     finally:
-        watching.cancel()
+        for task in watching:
+            task.cancel()
         engines.close()

@@ -189,6 +189,21 @@ class Executed:
     answer: dict[str, Any]
 
 
+# -- from the first inference process to those of other devices -------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Keep exactly these bundles open: the id, path and SHA-256 of each. The reply is `Done` or `Failed`."""
+
+    bundles: list[tuple[str, str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """Send metrics as parts of the reply, until cancelled. The parts are `Observed`."""
+
+
 # -- in both directions -----------------------------------------------------------------------------------------------
 
 
@@ -237,6 +252,8 @@ Message = (
     | Computed
     | Page
     | Executed
+    | Hold
+    | Follow
     | Cancel
     | Done
     | Failed

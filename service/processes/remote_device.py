@@ -5,6 +5,7 @@ import math
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ import structlog
 
 from service import errors, liveness
 from service.engines.commands import Command
-from service.engines.model_state import Subscriber
+from service.engines.model_state import ModelRecord, Subscriber
 from service.liveness import LastSign, StallClock
 from service.processes import messages
 from service.processes.peer import Peer, PeerLost, Reply
@@ -34,11 +35,26 @@ class RemoteDevice:
     request the second time. A request that is lost twice fails with ReplicaLost. So does a request that arrives while
     there is no inference process.
 
+    name: of the device
+    lost: the requests that processes have lost; devices that share them compute those of each other
     broken: called when a message of the inference process cannot be processed here, or a model table cannot be adopted
     after a reconnection; only a restart of this process can help
     """
 
-    def __init__(self, broken: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        broken: Callable[[], None] = lambda: None,
+        lost: list[PendingRequest] | None = None,
+        name: str = "cpu",
+    ) -> None:
+        self._name = name
+        self.begins_with_lost = (
+            True  # a new process computes the lost requests as soon as it is open
+        )
+        self.when_open: Callable[[], object] = lambda: (
+            None
+        )  # called when a process accepts requests
+        self.when_lost: Callable[[], object] = lambda: None  # called when it has lost a request
         self._broken = broken
         self._peer: Peer | None = None
         self._is_open = False  # new requests follow the inference process's model table
@@ -47,7 +63,7 @@ class RemoteDevice:
         self._last_load = LastSign(self._stall_clock)
         # The requests that are sent, but not part of a load report yet, with their numbers.
         self._unseen: deque[tuple[int, Flow, RemainingWork]] = deque()
-        self._lost: list[PendingRequest] = []
+        self._lost = [] if lost is None else lost
         self._resubmission: asyncio.Task[None] | None = None
         self._subscriber: Subscriber | None = None
         self._subscribed = asyncio.Event()
@@ -69,11 +85,15 @@ class RemoteDevice:
 
     async def follow(self, subscriber: Subscriber) -> None:
         """Send the current and all later model tables to a subscriber. Raises ValueError if the first fails."""
-        self._subscriber = subscriber
-        self._subscribed.set()
+        self.subscribe(subscriber)
         await self._adopted.wait()
         if self._problem:
             raise ValueError(self._problem)
+
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """Send model tables to a subscriber, as `follow` does, but do not wait for the first."""
+        self._subscriber = subscriber
+        self._subscribed.set()
 
     # -- requests to the inference process --------------------------------------------------------
 
@@ -91,7 +111,15 @@ class RemoteDevice:
             await self._compute(peer, request)
         except PeerLost:
             self._lost.append(request)
+            self.when_lost()
         return await request.future
+
+    def compute_lost(self) -> None:
+        """Begin to compute the lost requests, unless this happens already or no process is open."""
+        if self._peer is None or not self._is_open:
+            return
+        if self._resubmission is None or self._resubmission.done():
+            self._resubmission = asyncio.create_task(self._compute_lost(self._peer))
 
     async def _compute(self, peer: Peer, request: PendingRequest, unbatched: bool = False) -> None:
         """Add the outcomes of the missing entries to a request as they arrive. Raises PeerLost and other errors."""
@@ -144,6 +172,21 @@ class RemoteDevice:
         assert isinstance(reply, messages.Executed)
         return reply.answer
 
+    async def hold(self, models: Sequence[ModelRecord]) -> None:
+        """Keep exactly these bundles open. Raises BadBundle, or ReplicaLost."""
+        bundles = [(model.id, model.path, model.sha256) for model in models]
+        await self._open_peer().call(messages.Hold(bundles))
+
+    async def follow_metrics(self, observe: Callable[[messages.Observed], None]) -> None:
+        """Call a function with the observations of the process until it is lost."""
+
+        def receive(message: messages.Message, _: bytes) -> None:
+            assert isinstance(message, messages.Observed)
+            observe(message)
+
+        with suppress(errors.ReplicaLost):
+            await self._open_peer().call(messages.Follow(), receive=receive)
+
     def push(self, observed: messages.Observed) -> bool:
         """Send observations to the inference process, which keeps the metrics. Returns False if it is not connected."""
         try:
@@ -170,6 +213,9 @@ class RemoteDevice:
             problem = f"the inference process has sent nothing for {silent_s:.1f} s"
             return replace(self._load, problem=problem)
         return self._load
+
+    def loads(self) -> Mapping[str, Load]:
+        return {self._name: self.load()}
 
     async def watch(self) -> None:
         """Measure the silence of the inference process, excluding time in which this process was stopped or starved."""
@@ -230,7 +276,9 @@ class RemoteDevice:
             raise errors.BadBundle(problem)
         if not self._is_open and self._peer is not None:
             self._is_open = True
-            self._resubmission = asyncio.create_task(self._compute_lost(self._peer))
+            if self.begins_with_lost:
+                self.compute_lost()
+            self.when_open()
 
 
 def _cancel(work: asyncio.Task[None], _: object) -> None:

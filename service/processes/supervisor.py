@@ -1,10 +1,11 @@
 """The main process of a service with separate HTTP and inference processes: it starts, connects and ends them.
 
-    main ── inference: the bundles' sessions and the batcher                  (service/processes/inference_process.py)
+    main ── inference, one for each device: the bundles' sessions, a batcher  (service/processes/inference_process.py)
        └─── HTTP, one or several: parse, tokenize, decode, on one listener    (service/processes/http_process.py)
 
-Both begin in service/processes/child_main.py. Each HTTP process has a socket to the inference process
-(service/processes/channel.py), and each child one to the main process (service/processes/control_channel.py).
+Both begin in service/processes/child_main.py. Each HTTP process has a socket to each inference process, and so has the
+first inference process to the others (service/processes/channel.py). Each child has one to the main process
+(service/processes/control_channel.py).
 A child that ends is restarted and connected again. HTTP processes then send their unanswered requests to a new
 inference process. A child without a heartbeat is killed, and then restarted. If a child reports that it cannot start
 before any child of its role has served, the service ends.
@@ -17,20 +18,29 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 
 from service import liveness
+from service.core.device_places import Place
 from service.keys import Keys, dump_keys
 from service.liveness import LastSign, StallClock
 from service.memory_limit import explain_kill, oom_kills
 from service.processes import child_process
 from service.processes.child_process import ChildProcess
-from service.processes.control_channel import KEYS, MISSING, PEER, STAGES, ChildControl, Report
+from service.processes.control_channel import (
+    KEYS,
+    MISSING,
+    PEER,
+    STAGES,
+    ChildControl,
+    Report,
+    channel_to,
+)
 from service.processes.key_file_watcher import KeyFiles
 from service.processes.process_signals import reap_orphans, stop_signals
 from service.settings import Settings
@@ -55,12 +65,20 @@ class Child:
     killed: bool = False  # by the main process
     oom_kills: Mapping[Path, int] = field(default_factory=oom_kills)  # at its start
     repeated: int = 0  # how often in a row a descriptor was sent to it again
+    device: int = 0  # the number of its device; 0 for an HTTP process
+
+    def talks_to(self, other: "Child") -> bool:
+        """Whether there is a channel between the two: the first device's process also leads those of the others."""
+        return self.role != other.role or (
+            self.role == "inference" and 0 in (self.device, other.device)
+        )
 
 
 class Processes:
-    """One inference process and the HTTP processes, which are kept running until the service ends.
+    """The inference process of each device and the HTTP processes, which are kept running until the service ends.
 
     source: where API keys are reloaded from
+    devices: the first one's process leads the others
     """
 
     def __init__(
@@ -68,14 +86,17 @@ class Processes:
         settings: Settings,
         listeners: Sequence[socket.socket],
         source: KeySource | None = None,
+        devices: Sequence[Place] = (Place("cpu"),),
     ) -> None:
         self._settings = settings
+        self._devices = devices
         self._source = source
         self._listeners = listeners
         self._children: set[Child] = set()
         self._stall_clock = StallClock(liveness.HEARTBEAT_S)
         self._resume: object = None  # state that an inference process leaves to its successor
-        self._served: set[str] = set()  # roles of which at least one child has served
+        # Roles and devices of which at least one child has served.
+        self._served: set[tuple[str, int]] = set()
         self._shutdown = Shutdown(settings.drain_delay_s, self._enter)
         self._restarts_end = asyncio.Event()  # interrupts the pauses before restarts
         self._status = 0
@@ -88,7 +109,8 @@ class Processes:
         )
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._keep_running("inference"))
+                for device in range(len(self._devices)):
+                    tasks.create_task(self._keep_running("inference", device))
                 http = [
                     tasks.create_task(self._keep_running("http"))
                     for _ in range(self._settings.http_workers or 1)
@@ -110,12 +132,12 @@ class Processes:
             log.info("stopped")
         return self._status
 
-    async def _keep_running(self, role: str) -> None:
-        """Keep a child of this role running until the service ends."""
+    async def _keep_running(self, role: str, device: int = 0) -> None:
+        """Keep a child of this role and device running until the service ends."""
         deaths = failures = 0
         while True:
             try:
-                child = await self._start(role)
+                child = await self._start(role, device)
             # Too many processes or files, or too little memory: it may be temporary.
             except OSError as error:
                 facts: dict[str, object] = {"problem": str(error)}
@@ -126,7 +148,9 @@ class Processes:
                 child.control.close()
                 facts = {"pid": child.process.pid, **exit_reason(child, status)}
                 served_s = None if child.serves is None else time.monotonic() - child.serves
-            if status == CANNOT_START and role not in self._served:
+            if role == "inference" and len(self._devices) > 1:
+                facts["device"] = self._devices[device].name
+            if status == CANNOT_START and (role, device) not in self._served:
                 self._give_up(status)
             if not self._wanted(role):
                 return
@@ -163,16 +187,17 @@ class Processes:
         is_draining = self._shutdown.stage >= Stage.DRAINING
         return not is_draining or (role == "inference" and bool(self._of("http")))
 
-    async def _start(self, role: str) -> Child:
+    async def _start(self, role: str, device: int = 0) -> Child:
         """Start a child and connect it. Raises OSError."""
         process = child_process.start(role, self._listeners if role == "http" else ())
         keys = self._settings.keys
-        await process.send_config(startup_config(self._settings, self._resume))
+        config = startup_config(self._settings, self._resume, device, self._devices)
+        await process.send_config(config)
         control = ChildControl(process.control, lambda report: self._receive_report(child, report))
         last_report, last_repeat = LastSign(self._stall_clock), LastSign(self._stall_clock)
-        child = Child(role, process, control, last_report, last_repeat)
+        child = Child(role, process, control, last_report, last_repeat, device=device)
         for other in self._children:
-            if other.role != role:
+            if child.talks_to(other):
                 self._connect(child, other)
         self._children.add(child)
         if self._settings.keys is not keys:
@@ -185,11 +210,11 @@ class Processes:
     def _receive_report(self, child: Child, report: Report) -> None:
         child.last_report.renew()
         if missing := report.get(MISSING):
-            self._repeat(child, str(missing).encode())
+            self._repeat(child, bytes([int(str(missing))]))
             return
         self._resume = report.get("resume", self._resume)
         child.serves = child.serves or time.monotonic()
-        self._served.add(child.role)
+        self._served.add((child.role, child.device))
         if child.role == "http":
             self._shutdown.advance(Stage.RUNNING)
 
@@ -201,21 +226,29 @@ class Processes:
             # The HTTP process reports the missing channel.
             log.error("cannot make a channel", problem=str(error))
             return
-        for child, end in zip((one, other), ends, strict=True):
-            self._send(child, PEER, end)
+        for child, far, end in zip((one, other), (other, one), ends, strict=True):
+            self._send(child, channel_to(far.device), end)
             end.close()
 
     def _repeat(self, child: Child, command: bytes) -> None:
         """Send again what a child reports as missing. End the child if repetition does not help."""
         if command == KEYS:
             self._send_keys(child)
-        if command != PEER or child.role != "http" or not self._of("inference"):
-            return  # if an inference process lacks its end, the HTTP process at the other end reports that
+            return
+        # If an inference process lacks its end, the process at the other end reports that.
+        device = command[0] - PEER
+        others = [c for c in self._of("inference") if c.device == device and c.talks_to(child)]
+        if child.role != "http" and (child.device or not device):
+            others = []
+        if not others:
+            return
         again = child.last_repeat.silent_s < liveness.CHANNEL_ARRIVED_S
         child.repeated = child.repeated + 1 if again else 1
         child.last_repeat.renew()
-        log.warning("the http process has no channel; sending another", pid=child.process.pid)
-        for other in self._of("inference"):
+        log.warning(
+            f"the {child.role} process has no channel; sending another", pid=child.process.pid
+        )
+        for other in others:
             if child.repeated < liveness.CHANNEL_REPEATS:
                 self._connect(child, other)
             else:
@@ -288,11 +321,27 @@ def exit_reason(child: Child, status: int) -> dict[str, object]:
     return {"status": status}
 
 
-def startup_config(settings: Settings, resume: object) -> bytes:
-    """Return the start-up config for a child's standard input: the settings, and the previous process's report."""
-    return f"{settings.model_dump_json()}\n{json.dumps(resume)}\n".encode()
+class StartupConfig(NamedTuple):
+    """What a child reads from its standard input. resume: the report of the previous leading inference process
+
+    device: the number of its device
+    """
+
+    settings: Settings
+    resume: Any
+    device: int
+    devices: Sequence[Place]
 
 
-def read_startup_config(config: bytes) -> tuple[Settings, Any]:
-    settings, resume = config.splitlines()
-    return Settings.model_validate_json(settings), json.loads(resume)
+def startup_config(
+    settings: Settings, resume: object, device: int = 0, devices: Sequence[Place] = ()
+) -> bytes:
+    places = [asdict(place) for place in devices]
+    return f"{settings.model_dump_json()}\n{json.dumps([resume, device, places])}\n".encode()
+
+
+def read_startup_config(config: bytes) -> StartupConfig:
+    settings, rest = config.splitlines()
+    resume, device, places = json.loads(rest)
+    devices = [Place(**place) for place in places]
+    return StartupConfig(Settings.model_validate_json(settings), resume, device, devices)

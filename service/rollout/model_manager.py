@@ -74,6 +74,13 @@ async def no_trial(settings: Settings, folder: Path) -> None:
     """Open no bundle elsewhere."""
 
 
+Hold = Callable[[Sequence[ModelRecord]], Awaitable[None]]
+
+
+async def hold_nowhere(models: Sequence[ModelRecord]) -> None:
+    """Open no bundle on other devices, where there are none."""
+
+
 class ModelManager:
     """The manager of the bundles that a device computes and of the requests that each of them gets.
 
@@ -81,6 +88,7 @@ class ModelManager:
     resident: hashes of bundles that only a command unloads; a new version does not replace them
     report: called with the state for the next process after every change
     trial: opens a bundle elsewhere before this process does; raises BundleError if it must not be opened here
+    hold: keeps exactly these bundles open on all other devices; raises BadBundle
     """
 
     def __init__(
@@ -90,8 +98,10 @@ class ModelManager:
         metrics: Metrics,
         report: Callable[[Mapping[str, object]], Awaitable[None]] = tell_nobody,
         trial: Trial = no_trial,
+        hold: Hold = hold_nowhere,
     ) -> None:
         self.models: Models = ()
+        self._hold = hold
         self._device = device
         self._settings = settings
         self._report = report
@@ -104,7 +114,7 @@ class ModelManager:
         self.resident: Collection[str] = ()
         self._commands: set[asyncio.Task[CommandResult]] = set()
         self._metrics = metrics
-        metrics.watch(device.load, self.facts, EARLY_SHARE * settings.deadline_ms / 1000)
+        metrics.watch(device.loads, self.facts, EARLY_SHARE * settings.deadline_ms / 1000)
 
     # -- at start ---------------------------------------------------------------------------------
 
@@ -385,8 +395,9 @@ class ModelManager:
         assert self._subscriber is not None, "our bug: there is no subscriber"
         before, self.models = self.models, models
         try:
+            await self._hold([*{model.id: model for model in (*before, *models)}.values()])
             await self._subscriber.adopt(models, self._device.texts)
-        except ValueError as error:
+        except (ValueError, BadBundle) as error:
             self.models = before
             await self._subscriber.adopt(before, self._device.texts)
             raise BadBundle(str(error)) from None

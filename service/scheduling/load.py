@@ -7,7 +7,7 @@ approximates, generalized processor sharing (Parekh and Gallager, 1993).
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -167,3 +167,20 @@ class Load:
                 f"estimated completion in {wait_s:.1f} s is too late: the deadline is in {left_s:.1f} s",
                 retry_after_s=wait_s - share * left_s,
             )
+
+
+def total_load(loads: Sequence[Load]) -> Load:
+    """Return the load of several devices together. If none is ready, it is the first one's, with its problem."""
+    ready = [load for load in loads if load.ready]
+    if not ready or len(loads) == 1:
+        return loads[0] if loads else Load()
+    rates: dict[str, float] = {}
+    waiting: dict[Flow, Backlog] = {}
+    for load in ready:
+        for bundle, rate in load.rates.items():
+            rates[bundle] = rates.get(bundle, 0.0) + rate
+        for flow, backlog in load.waiting.items():
+            total = waiting.setdefault(flow, Backlog())
+            total.requests.update(backlog.requests)
+            total.sizes.update(backlog.sizes)
+    return Load(rates, waiting, "", sum(load.max_queue_tokens for load in ready))

@@ -58,7 +58,9 @@ class Desk:
 
     def models(self) -> dict[str, Any]:
         """What administrators read about each model, by its id."""
-        models = self.order("GET", "/admin/models").json()["models"]
+        reply = self.order("GET", "/admin/models")
+        assert 200 == reply.status, reply.body
+        models = reply.json()["models"]
         return {model["id"]: model for model in models}
 
     def states(self) -> list[str]:

@@ -71,7 +71,9 @@ def test_http_workers_follow_the_machine(flags, gpu, limit_mib, workers, monkeyp
     limit = MemoryLimit(limit_mib * 2**20, Path()) if limit_mib else None
     monkeypatch.setattr(service_main, "memory_limit", lambda: limit)
     monkeypatch.setattr(service_main, "bind", lambda *_: listener)
-    monkeypatch.setattr(device_table, "KINDS", (replace(CUDA, is_present=lambda: gpu), CPU))
+    monkeypatch.setattr(
+        device_table, "KINDS", (replace(CUDA, is_present=lambda: gpu, number=lambda: 1), CPU)
+    )
     monkeypatch.setattr(service_main, "usable_cores", lambda: 16)
     monkeypatch.setattr(service_main, "Processes", Started)
     monkeypatch.setattr(

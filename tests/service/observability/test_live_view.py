@@ -57,7 +57,7 @@ async def test_a_frame_shows_what_rode_together():
     """It contains the lengths, heads and padding of a batch, the queue and refusals, but no tenant, id or token."""
     metrics = Metrics()
     waiting = {Flow("m@1", 1, SECRETS[0]): Backlog.of(RemainingWork(70, 2), RemainingWork(8, 1))}
-    metrics.watch(lambda: Load(rates={"m@1": 100.0}, waiting=waiting), dict)
+    metrics.watch(lambda: {"cpu": Load(rates={"m@1": 100.0}, waiting=waiting)}, dict)
     viewer = Viewer(metrics)
     first = await viewer.next()
     assert (

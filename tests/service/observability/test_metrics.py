@@ -67,7 +67,7 @@ def test_the_device_is_read_at_the_scrape():
         [Load(problem="it hangs", max_queue_tokens=1000)],
         {"tiny@1": dict(FACTS)},
     )
-    metrics.watch(lambda: loads[-1], lambda: models, 15.0)
+    metrics.watch(lambda: {"cpu": loads[-1]}, lambda: models, 15.0)
     first = samples(metrics.render().decode())
     waiting = {Flow("tiny@1"): Backlog.of(RemainingWork(30, 2), RemainingWork(12, 1))}
     loads.append(Load({"tiny@1": 10.5}, waiting, max_queue_tokens=2000))

@@ -16,6 +16,7 @@ from service.processes.control_channel import (
     ChildControl,
     ControlChannel,
     Report,
+    channel_to,
 )
 
 
@@ -36,11 +37,11 @@ async def test_orders_end_with_the_main_process():
     """Commands arrive one by one, each with its socket, until the main process is gone."""
     link, given, _ = linked()
     one, other = socket.socketpair()
-    link.send(PEER, one)
+    link.send(channel_to(0), one)
     link.send(DRAIN)
     link.close()
     got = [order async for order in given]
-    assert [PEER, DRAIN] == [order.kind for order in got]
+    assert [channel_to(0), DRAIN] == [order.kind for order in got]
     assert got[0].end is not None
     got[0].end.send(b"hello")
     assert b"hello" == other.recv(5)
@@ -112,7 +113,7 @@ async def test_a_descriptor_is_held_in_reserve():
     """A channel arrives also when the process has as many files open as it may."""
     link, given, _ = linked()
     one, other = socket.socketpair()
-    link.send(PEER, one)
+    link.send(channel_to(0), one)
     with no_file_left():
         order = await anext(given)
     assert order.end is not None
@@ -130,12 +131,12 @@ async def test_a_lost_descriptor_is_reported(monkeypatch):
     with no_file_left():
         given._free_reserve()
         taken = os.open(os.devnull, os.O_RDONLY)
-        link.send(PEER, one)
+        link.send(channel_to(0), one)
         link.send(DRAIN)
         assert DRAIN == (await anext(given)).kind
         os.close(taken)
-    await until(lambda: heard == [{MISSING: "P"}])
-    link.send(PEER, one)
+    await until(lambda: heard == [{MISSING: PEER}])
+    link.send(channel_to(0), one)
     order = await anext(given)
     assert order.end is not None
     for end in (one, other, order.end):

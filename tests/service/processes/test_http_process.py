@@ -7,7 +7,7 @@ from collections.abc import Callable
 from service import liveness
 from service.keys import Key, dump_keys
 from service.processes.channel import frame
-from service.processes.control_channel import ChildControl, ControlChannel
+from service.processes.control_channel import PEER, ChildControl, ControlChannel
 from service.processes.http_process import Worker, exit_on_failure
 from service.processes.messages import Cancel
 from service.settings import Settings
@@ -63,7 +63,7 @@ async def test_a_worker_reports_that_it_has_no_channel(monkeypatch):
     worker = Worker(Settings(http_workers=1), ControlChannel(theirs))
     watching = asyncio.create_task(worker.watch_channel())
     await until(lambda: len(reports) > 1)
-    assert {"missing": "P"} == reports[0] == reports[1]
+    assert {"missing": PEER} == reports[0] == reports[1]
     await worker.device.connect(end)
     await asyncio.sleep(0.05)
     reports.clear()

@@ -21,9 +21,9 @@ from service.engines.model_state import Models, ServedModel, ServingState
 from service.observability.metrics import Metrics
 from service.processes import http_peers, messages
 from service.processes.channel import Channel, frame
-from service.processes.control_channel import PEER, ChildControl, ControlChannel
+from service.processes.control_channel import ChildControl, ControlChannel, channel_to
 from service.processes.http_peers import HttpPeers
-from service.processes.inference_process import serve
+from service.processes.inference_process import connect
 from service.processes.remote_device import RemoteDevice
 from service.processes.remote_metrics import RemoteMetrics
 from service.scheduling.entries import Entry, EntryOutcome, OnOutcome, Outcome
@@ -139,14 +139,14 @@ class Pair:
         self.following = asyncio.create_task(self.remote.follow(self.subscriber))
         ours, end = socket.socketpair()
         self.control = ChildControl(ours, lambda report: None)
-        self.peers = HttpPeers(self.device, self.manager, self.metrics)
-        self.serving = asyncio.create_task(serve(self.peers, ControlChannel(end)))
+        self.peers = HttpPeers(self.device, self.manager.execute, self.metrics)
+        self.serving = asyncio.create_task(connect(self.peers, ControlChannel(end)))
         self.reporting = asyncio.create_task(self.peers.report_load())
 
     async def link(self, remote: RemoteDevice | None = None) -> None:
         """Connect an HTTP process's part with a new socket."""
         ours, theirs = socket.socketpair()
-        self.control.send(PEER, theirs)
+        self.control.send(channel_to(0), theirs)
         theirs.close()
         await (remote or self.remote).connect(ours)
 

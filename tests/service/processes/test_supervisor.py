@@ -12,7 +12,14 @@ from service import liveness
 from service.keys import Key, load_keys
 from service.liveness import LastSign
 from service.processes import supervisor
-from service.processes.control_channel import DRAIN, KEYS, PEER, ChildControl, ControlChannel
+from service.processes.control_channel import (
+    DRAIN,
+    KEYS,
+    PEER,
+    ChildControl,
+    ControlChannel,
+    channel_to,
+)
 from service.processes.supervisor import Child, Processes
 from service.settings import Settings
 
@@ -55,7 +62,7 @@ def test_a_process_that_cannot_be_started_again_ends_the_service(monkeypatch, tm
     """After a number of failed starts in a row the service ends, for its supervisor to see."""
     monkeypatch.setattr(liveness, "FAILED_STARTS", 2)
     main = Processes(Settings(bundles=(tmp_path / "nothing",)), [])
-    main._served.add("inference")  # once, long ago
+    main._served.add(("inference", 0))  # once, long ago
     assert 4 == asyncio.run(main.run())
     assert "the service cannot go on" in [line["event"] for line in lines]
     assert 2 == sum(line["event"] == "the inference process ended" for line in lines)
@@ -74,12 +81,12 @@ async def test_a_channel_that_got_lost_is_made_again(lines):
     """An HTTP process that reports none gets another; reports while there is no inference process are in vain."""
     main = Processes(Settings(), [])
     frontend = child(main, "http")
-    main._receive_report(frontend[0], {"missing": "P"})
+    main._receive_report(frontend[0], {"missing": PEER})
     assert frontend[0].serves is None  # such a report says nothing of that
     back = child(main, "inference")
-    main._receive_report(frontend[0], {"missing": "P"})
+    main._receive_report(frontend[0], {"missing": PEER})
     one, other = await anext(frontend[1]), await anext(back[1])
-    assert (PEER, PEER) == (one.kind, other.kind)
+    assert (channel_to(0), channel_to(0)) == (one.kind, other.kind)
     assert one.end is not None
     assert other.end is not None
     one.end.send(b"hello")
@@ -95,10 +102,10 @@ async def test_a_channel_that_cannot_be_made_ends_both(monkeypatch):
     main = Processes(Settings(), [])
     frontend, back = child(main, "http"), child(main, "inference")
     for _ in range(2):
-        main._receive_report(frontend[0], {"missing": "P"})
+        main._receive_report(frontend[0], {"missing": PEER})
     killed = [made.process for made, _ in (frontend, back)]
     assert [False, False] == [process.killed for process in killed]
-    main._receive_report(frontend[0], {"missing": "P"})
+    main._receive_report(frontend[0], {"missing": PEER})
     assert [True, True] == [process.killed for process in killed]
     close(frontend, back)
 
@@ -120,7 +127,7 @@ async def test_new_keys_reach_children_of_now_and_later():
     main = Processes(Settings(keys=old), [])
     frontend = child(main, "http")
     main._change_keys(new)
-    main._receive_report(frontend[0], {"missing": "K"})
+    main._receive_report(frontend[0], {"missing": KEYS[0]})
     for _ in range(2):
         order = await anext(frontend[1])
         assert (KEYS, new) == (order.kind, load_keys(order.text))
