@@ -27,13 +27,16 @@ class Member:
     device: RemoteDevice
     sent: dict[Flow, Backlog] = field(default_factory=dict)
 
-    def wait_s(self, flow: Flow, tokens: int) -> float | None:
-        """Return the expected wait of one more request, by this process's requests; None if it cannot be computed."""
+    def rank(self, flow: Flow, tokens: int) -> tuple[bool, bool, float]:
+        """Return a value that is smallest for the device to choose for one more request.
+
+        A device without the model is last, and before it one with a problem, which may only be a busy machine. The rest
+        is the expected wait by the requests of this process.
+        """
         load = self.device.load()
-        if load.problem or flow.bundle not in load.rates:
-            return None
         sent = {own: backlog for own, backlog in self.sent.items() if own.bundle in load.rates}
-        return Load(load.rates, sent).wait_s(flow, tokens)
+        wait_s = Load(load.rates, sent).wait_s(flow, tokens)
+        return flow.bundle not in load.rates, not load.ready, wait_s
 
     def change(self, flow: Flow, before: RemainingWork, after: RemainingWork) -> None:
         backlog = self.sent.setdefault(flow, Backlog())
@@ -65,9 +68,7 @@ class DeviceGroup:
         if not entries:
             return []
         flow, work = entries[0].flow, RemainingWork(sum(e.tokens for e in entries), len(entries))
-        waits = [(member.wait_s(flow, work.tokens), member) for member in self._members]
-        usable = [(wait_s, member) for wait_s, member in waits if wait_s is not None]
-        _, chosen = min(usable, key=lambda pair: pair[0], default=waits[0])
+        chosen = min(self._members, key=lambda member: member.rank(flow, work.tokens))
         chosen.change(flow, RemainingWork(), work)
         try:
             return await chosen.device.submit(entries, on_outcome)

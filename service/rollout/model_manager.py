@@ -415,6 +415,7 @@ class ModelManager:
         await self._subscriber.left(name)
         await self._device.drop(name)
         model, _ = self._going.pop(name)
+        await self._hold(self.models)
         self._metrics.forget_others(self._device.texts)
         if not model.encoder:
             await asyncio.to_thread(trim)

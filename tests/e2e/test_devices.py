@@ -20,6 +20,7 @@ from tests.e2e.test_models import Desk, desk
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slow,
+    pytest.mark.exclusive,
     pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two groups need two cores"),
 ]
 
@@ -123,7 +124,7 @@ def test_a_model_that_one_device_cannot_open_is_loaded_on_none(at):
         os.kill(pid, signal.SIGCONT)
         reply = loading.result(60)
     assert (422, "bad_bundle") == (reply.status, reply.json()["error"]["code"])
-    assert list(at.models()) == ["tiny@1"]
+    until(lambda: list(at.models()) == ["tiny@1"])
 
 
 @pytest.mark.promise(
