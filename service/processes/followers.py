@@ -13,6 +13,7 @@ from functools import partial
 
 from service import errors
 from service.core import bundle
+from service.core.bundle_cache import stored_bundle
 from service.engines.commands import Command
 from service.engines.local_device import LocalDevice, OpenedBundle
 from service.engines.model_state import ModelRecord
@@ -135,7 +136,8 @@ class LeaderPeers(HttpPeers):
     async def _hold(self, bundles: Mapping[str, tuple[str, str]]) -> None:
         """Open and drop bundles until exactly these are open. Raises BadBundle for one that cannot be opened."""
         held = self._local.texts
-        for name in [n for n, texts in held.items() if bundles.get(n, ("", ""))[1] != texts.sha256]:
+        gone = [n for n, texts in held.items() if bundles.get(n, ("", ""))[1] != texts.sha256]
+        for name in sorted(gone, key=lambda name: held[name].manifest.encoder is None):
             await self._local.drop(name)
         for name, (path, sha256) in bundles.items():
             if name not in held:
@@ -149,7 +151,7 @@ async def refuse(command: Command) -> Mapping[str, object]:
 def open_bundle(device: LocalDevice, path: str, sha256: str) -> OpenedBundle:
     """Open a bundle. Raises BadBundle, also where its contents have changed since the first device has opened it."""
     try:
-        loaded = bundle.load(path)
+        loaded = bundle.load(stored_bundle(path, sha256))
         if loaded.sha256 != sha256:
             raise bundle.BundleError(path, "changed since the first device has opened it")
         return device.open(loaded)

@@ -73,8 +73,9 @@ async def follow(settings: Settings, control: ControlChannel, resume: Resume | N
     async with AsyncExitStack() as stack:
         try:
             device = await stack.enter_async_context(open_device(settings, metrics))
-            for path in settings.bundles if resume is None else ():
-                device.add(device.open(bundle.load(path)))
+            loaded = map(bundle.load, settings.bundles if resume is None else ())
+            for one in sorted(loaded, key=lambda own: own.manifest.encoder is not None):
+                device.add(device.open(one))
         except START_ERRORS as error:
             raise CannotStart(error) from error
         await serve(device, LeaderPeers(device, metrics), control)

@@ -174,7 +174,9 @@ class RemoteDevice:
 
     async def hold(self, models: Sequence[ModelRecord]) -> None:
         """Keep exactly these bundles open. Raises BadBundle, or ReplicaLost."""
-        bundles = [(model.id, model.path, model.sha256) for model in models]
+        # Encoders first, because heads need theirs.
+        ordered = sorted(models, key=lambda model: model.encoder != "")
+        bundles = [(model.id, model.path, model.sha256) for model in ordered]
         await self._open_peer().call(messages.Hold(bundles))
 
     async def follow_metrics(self, observe: Callable[[messages.Observed], None]) -> None:
