@@ -111,6 +111,8 @@ def measure_inputs(model: onnx.ModelProto, windows: Sequence[Window], folder: Pa
     products = [n for n in measured.graph.node if is_trunk_product(n, TRUNK)]
     shapes = {tensor.name: tensor.dims for tensor in measured.graph.initializer}
     found = Inputs(folder, {n.input[0]: shapes[n.input[1]][1] for n in products})
+    if not products:
+        return found
     del measured.graph.output[:]
     measured.graph.output.extend(map(helper.make_empty_tensor_value_info, found))
     replace_nodes(measured.graph, measured.graph.node)

@@ -40,6 +40,7 @@ from model.checkpoints.reader import read_teachers
 from model.checkpoints.source import Source, read_source
 from model.checkpoints.tables import unread_settings
 from model.heads import EncoderWithHeads, HiddenStates, SentenceEmbedding
+from model.static_embedding import StaticModel
 from service.core import bundle
 from service.core.bundle import Bundle, Head, Manifest
 from service.core.encode import Encoder, Window
@@ -60,6 +61,8 @@ def draft_bundle(
     """
     source = read_source(request.checkpoint, request.task)
     choose_pooling(request, source)
+    if (request.encoder or request.states) and isinstance(source.model, StaticModel):
+        raise ValueError("--encoder, --states: static embeddings have no encoder: leave them out")
     if request.states:
         add_states(source)
     metadata = provenance.with_commit(request.metadata, request.checkpoint, source.folder)

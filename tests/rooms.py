@@ -33,6 +33,7 @@ ORDER = (
     "model.network",
     "model.families",
     "model.heads",
+    "model.static_embedding",
     "model.checkpoints",
     "model.data",
     "model.training",

@@ -379,8 +379,12 @@ def _pooling_folders(folder: Path) -> list[Path]:
 def _read_pooling(folder: Path) -> tuple[Pooling | None, bool | None, Sequence[Dense]]:
     """Return the declared pooling and normalization, each None if not declared, and the dense layers between."""
     if (folder / "modules.json").is_file():
-        pooling, normalize, dense = read_route(folder, read_modules(folder, ORDER, EXPECTED))
-        return pooling, normalize, [_read_dense(path) for path in dense]
+        pooling, normalize, layers = read_route(folder, read_modules(folder, ORDER, EXPECTED))
+        if any(kind != "Dense" for kind, _ in layers):
+            raise CheckpointError(
+                f"{folder}: a LayerNorm cannot follow an ONNX graph: export the weights"
+            )
+        return pooling, normalize, [_read_dense(path) for _, path in layers]
     declared = read_pooling(folder / "1_Pooling") if (folder / "1_Pooling").is_dir() else None
     return declared, None, ()
 

@@ -9,7 +9,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from model.checkpoints.errors import CheckpointError
-from model.checkpoints.json_files import read_json, read_object
+from model.checkpoints.json_files import read_object, read_optional_object
 from model.checkpoints.sentence_config import (
     ROOT,
     SPLADE_TABLE,
@@ -21,6 +21,7 @@ from model.checkpoints.sentence_config import (
     read_pooling_mode,
     read_prompts,
     read_root_config,
+    static_folder,
 )
 from model.checkpoints.settings_table import shown
 from service.core import bundle
@@ -74,7 +75,8 @@ def validate_head(path: Path, **fields: Any) -> bundle.Head:
 
 def declares_pooling(folder: Path) -> bool:
     """Return whether a checkpoint's files state the pooling of an embedding head."""
-    return any((folder / name).exists() for name in HEAD_FILES)
+    declared = any((folder / name).exists() for name in HEAD_FILES)
+    return declared or static_folder(folder) is not None
 
 
 def read_labels(path: Path, config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -185,7 +187,7 @@ def read_trained_dimensions(folder: Path) -> list[int]:
     Raises CheckpointError for what is no list of positive integers.
     """
     path = config_file(folder)
-    stated = read_json(path).get("matryoshka_dimensions") or []
+    stated = read_optional_object(path).get("matryoshka_dimensions") or []
     card = folder / CARD
     if not stated and card.is_file():
         text = card.read_text(encoding="utf-8", errors="replace")

@@ -22,6 +22,7 @@ from model.checkpoints.sentence_config import (
     ROOT,
     ROUTER_FILE,
     SENTENCE_FILES,
+    STATIC,
     is_sentence_directory,
     read_all_modules,
 )
@@ -144,7 +145,7 @@ def weight_folders(folder: Path) -> list[str]:
         places = [
             place.relative_to(folder).as_posix()
             for kind, place in modules
-            if kind in ("Transformer", "Dense")
+            if kind in ("Transformer", "Dense", "LayerNorm", STATIC)
         ]
         places = ["" if place == "." else place for place in places]
     if (folder / GENERATOR / "config.json").is_file():

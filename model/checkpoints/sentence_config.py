@@ -18,6 +18,7 @@ from service.core.bundle import PROMPT_NAMES
 
 MODULES, ROOT = "modules.json", "config_sentence_transformers.json"
 ROUTER, ROUTER_FILE = "Router", "router_config.json"
+STATIC = "StaticEmbedding"
 PREFIX = "sentence_transformers."
 SENTENCE_FILES = (  # in the order of sentence-transformers: the first that is not empty counts
     "sentence_bert_config.json",
@@ -137,6 +138,9 @@ DENSE_TABLE = SettingsFile(
         refused("use_residual", False),
     ),
 )
+LAYER_NORM_TABLE = SettingsFile(
+    "2_LayerNorm/config.json", "sentence-transformers", (*honored("dimension"),)
+)
 NORMALIZE_TABLE = SettingsFile(
     "3_Normalize/config.json",
     "sentence-transformers",
@@ -171,7 +175,7 @@ LOGIT_TABLE = SettingsFile(
 )
 SENTENCE_TABLES = (
     *(TRANSFORMER_TABLE, ROOT_TABLE, MODULES_TABLE),
-    *(POOLING_TABLE, DENSE_TABLE, NORMALIZE_TABLE, MASK_TABLE, SPLADE_TABLE),
+    *(POOLING_TABLE, DENSE_TABLE, LAYER_NORM_TABLE, NORMALIZE_TABLE, MASK_TABLE, SPLADE_TABLE),
     LOGIT_TABLE,
 )
 
@@ -185,7 +189,16 @@ def encoder_folder(folder: Path) -> Path:
     if not is_sentence_directory(folder):
         return folder
     modules = read_all_modules(folder)
-    return next((place for kind, place in modules if kind == "Transformer"), folder)
+    return next((place for kind, place in modules if kind in ("Transformer", STATIC)), folder)
+
+
+def static_folder(folder: Path) -> Path | None:
+    """Return the folder of the table of static embeddings; None in a directory of another model."""
+    if is_sentence_directory(folder):
+        first = next(iter(read_module_list(folder)), None)
+        return first[1] if first and first[0] == STATIC else None
+    config = read_optional_object(folder / "config.json")
+    return folder if config.get("model_type") == "model2vec" else None
 
 
 def config_file(folder: Path) -> Path:
@@ -446,6 +459,7 @@ def unknown_sentence_settings(folder: Path) -> dict[str, list[str]]:
         return {}
     tables = {"Pooling": POOLING_TABLE, "Dense": DENSE_TABLE, "Normalize": NORMALIZE_TABLE}
     tables |= {
+        "LayerNorm": LAYER_NORM_TABLE,
         "MultiVectorMask": MASK_TABLE,
         "SpladePooling": SPLADE_TABLE,
         "LogitScore": LOGIT_TABLE,

@@ -5,7 +5,7 @@ The heads are in `heads.json` (a joint checkpoint), else in `modules.json` (a se
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ from model.checkpoints.sentence_config import (
     read_module_list,
     read_root_config,
     read_router,
+    static_folder,
 )
 from model.checkpoints.source_files import (
     read_declared_length,
@@ -56,10 +57,12 @@ from model.checkpoints.source_files import (
     read_route,
     read_tokenizer,
 )
+from model.checkpoints.static_source import read_static_files, read_static_modules
 from model.checkpoints.tokenizer_files import check_rows, write_tokenizer
 from model.checkpoints.yes_no import is_yes_no, load_yes_no, read_yes_no
 from model.config import MOST
 from model.heads import EncoderWithHeads, SentenceEmbedding, TokenEmbedding
+from model.static_embedding import StaticModel
 from service.core.bundle import PROMPT_NAMES, Head, Task
 
 TANH = "torch.nn.modules.activation.Tanh"
@@ -89,6 +92,8 @@ class Source:
 def read_source(name: str | Path, task: Task | None = None) -> Source:
     """Read a local directory or a hub name; task: see `read_heads`. Raises CheckpointError."""
     folder = locate(name)
+    if static_folder(folder) is not None:
+        return _static_source(folder, task)
     if is_yes_no(folder, task):
         tokenizer = read_tokenizer(folder, framed=False)
         scoring = read_yes_no(folder, tokenizer)
@@ -99,6 +104,20 @@ def read_source(name: str | Path, task: Task | None = None) -> Source:
         tokenizer = read_tokenizer(folder)
     check_rows(folder, tokenizer, model.config.vocab_size)
     return Source(folder, model, tokenizer, read_max_length(folder))
+
+
+def _static_source(folder: Path, task: Task | None) -> Source:
+    """Read a directory of static embeddings. Raises CheckpointError."""
+    if task not in (None, "embedding"):
+        raise CheckpointError(
+            f"{folder} has static embeddings, and --task {task}: leave out --task"
+        )
+    modules, normalize = read_static_modules(folder)
+    files, layers = read_static_files(folder), [*read_layers(modules)]
+    fields = read_retrieval_fields(folder)
+    head = _embedding_head(folder, files.table.shape[1], "mean", normalize, layers, **fields)
+    model = StaticModel(files.table, files.counted, head, layers)
+    return Source(folder, model.eval(), files.tokenizer, files.max_length)
 
 
 def _read_model(folder: Path, task: Task | None) -> EncoderWithHeads:
@@ -226,8 +245,8 @@ def _sentence_transformer(folder: Path) -> EncoderWithHeads:
 
 
 def _read_route(folder: Path, modules: Sequence[tuple[str, Path]]) -> HeadModules:
-    pooling, normalize, dense = read_route(folder, modules)
-    return pooling, normalize, tuple(layer for path in dense for layer in read_dense(path))
+    pooling, normalize, layers = read_route(folder, modules)
+    return pooling, normalize, tuple(read_layers(layers))
 
 
 def _read_routes(folder: Path) -> dict[str, list[tuple[str, Path]]]:
@@ -284,6 +303,20 @@ def _embedding_head(
         normalize=normalize,
         **fields,
     )
+
+
+def read_layers(modules: Sequence[tuple[str, Path]]) -> Iterator[nn.Module]:
+    """Yield the layers of Dense and LayerNorm modules. Raises CheckpointError."""
+    for kind, path in modules:
+        yield from read_dense(path) if kind == "Dense" else [read_layer_norm(path)]
+
+
+def read_layer_norm(path: Path) -> nn.LayerNorm:
+    """Return the layer of a LayerNorm module. Raises CheckpointError."""
+    weights = read_weights(path)
+    norm = nn.LayerNorm(len(weights.get("norm.weight", ())))
+    from_hub(norm, weights, lambda name: [f"norm.{name}"], str(path))
+    return norm
 
 
 def read_dense(path: Path, vectors: str = SENTENCE) -> list[nn.Module]:

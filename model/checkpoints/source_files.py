@@ -17,6 +17,7 @@ from model.checkpoints.late_interaction_config import mark_prefixes
 from model.checkpoints.sentence_config import (
     NORMALIZE_TABLE,
     SENTENCE,
+    STATIC,
     check_module_names,
     encoder_folder,
     lower_case,
@@ -26,10 +27,13 @@ from model.checkpoints.sentence_config import (
 )
 from model.checkpoints.tokenizer_files import MAX_LENGTH, read_model_max_length
 
-MODULES = {"Transformer", "Pooling", "Dense", "Normalize", "MultiVectorMask", "SpladePooling"}
-EXPECTED = "Transformer, Pooling, any Dense, and Normalize or not"
+MODULES = {
+    *("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize"),
+    *("MultiVectorMask", "SpladePooling", STATIC),
+}
+EXPECTED = "Transformer, Pooling, any Dense and LayerNorm, and Normalize or not"
 # The modules that our embedding head supports.
-ORDER = re.compile(r"Transformer, Pooling(, Dense)*(, Normalize)?")
+ORDER = re.compile(r"Transformer, Pooling(, (Dense|LayerNorm))*(, Normalize)?")
 
 
 def read_tokenizer(folder: Path, framed: bool = True) -> tokenizers.Tokenizer:
@@ -88,9 +92,9 @@ def check_modules(
 
 def read_route(
     folder: Path, modules: Sequence[tuple[str, Path]]
-) -> tuple[Pooling, bool, list[Path]]:
-    """Return pooling, normalization and the folders of dense layers. Raises CheckpointError for other modules."""
+) -> tuple[Pooling, bool, list[tuple[str, Path]]]:
+    """Return pooling, normalization and the modules between them. Raises CheckpointError for other modules."""
     check_modules(folder, modules, ORDER, EXPECTED)
     (pooling,) = (read_pooling(path) for kind, path in modules if kind == "Pooling")
-    dense = [path for kind, path in modules if kind == "Dense"]
-    return pooling, modules[-1][0] == "Normalize", dense
+    layers = [(kind, path) for kind, path in modules if kind in ("Dense", "LayerNorm")]
+    return pooling, modules[-1][0] == "Normalize", layers

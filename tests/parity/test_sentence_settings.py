@@ -16,13 +16,14 @@ from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTran
 from sentence_transformers.base import model as base_model
 from sentence_transformers.base.modules import Dense, Normalize, Router, Transformer
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
-from sentence_transformers.sentence_transformer.modules import Pooling
+from sentence_transformers.sentence_transformer.modules import LayerNorm, Pooling
 
 from export.goldens import run_torch
 from model.checkpoints import sentence_config
 from model.checkpoints.errors import CheckpointError
 from model.checkpoints.sentence_config import (
     DENSE_TABLE,
+    LAYER_NORM_TABLE,
     MASK_TABLE,
     NORMALIZE_TABLE,
     POOLING_MODES,
@@ -30,6 +31,7 @@ from model.checkpoints.sentence_config import (
     ROOT_TABLE,
     SENTENCE_FILES,
     TRANSFORMER_TABLE,
+    read_module_list,
     read_pooling_mode,
     read_sentence_config,
     unknown_sentence_settings,
@@ -203,6 +205,20 @@ def widen(folder: Path, modes: int) -> None:
 def test_dense(fields, folder):
     """What a dense layer leaves out has sentence-transformers' value."""
     write(folder / "2_Dense/config.json", {"in_features": 32, "out_features": 20, **fields})
+    assert_same_vectors(folder)
+
+
+def test_layer_norm(folder):
+    """A norm may follow the pooling or a dense layer."""
+    made = SentenceTransformer(str(folder), device="cpu")
+    for place, width in ((2, 32), (4, 20)):
+        norm = LayerNorm(width)
+        torch.nn.init.normal_(norm.norm.weight)
+        made.insert(place, norm)
+    made.save(str(folder))
+    assert ["LayerNorm", "Dense", "LayerNorm"] == [kind for kind, _ in read_module_list(folder)][
+        2:5
+    ]
     assert_same_vectors(folder)
 
 
@@ -532,6 +548,7 @@ TABLES = [
     (TRANSFORMER_TABLE, (Transformer,), {"model_args", "tokenizer_args", "config_args"}),
     (POOLING_TABLE, (Pooling,), {*sentence_config.POOLING_MODES}),
     (DENSE_TABLE, (Dense,), set()),
+    (LAYER_NORM_TABLE, (LayerNorm,), set()),
     (NORMALIZE_TABLE, (Normalize,), set()),
     (MASK_TABLE, (MultiVectorMask,), set()),
 ]
