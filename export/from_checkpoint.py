@@ -39,6 +39,8 @@ from model.checkpoints.head_config import declares_pooling
 from model.checkpoints.reader import read_teachers
 from model.checkpoints.source import Source, read_source
 from model.checkpoints.tables import unread_settings
+from model.families.registry import family_of
+from model.families.spec import Family
 from model.heads import EncoderWithHeads, HiddenStates, SentenceEmbedding
 from model.static_embedding import StaticModel
 from service.core import bundle
@@ -71,7 +73,7 @@ def draft_bundle(
     encoder = Encoder(source.tokenizer, choose_max_length(request, source.max_length))
     heads = choose_dimensions(request, source.model.described)
     check_evaluations(request, heads)
-    check_precisions(request, heads)
+    check_precisions(request, family_of(source.model.config), heads)
     show(describe_source(source.folder, heads, encoder))
     assumed = not (request.pooling or declares_pooling(source.folder))
     show_assumptions(source.folder, heads, assumed, show)
@@ -133,8 +135,11 @@ def add_states(source: Source) -> None:
     source.model.heads[name] = HiddenStates()
 
 
-def check_precisions(request: ExportRequest, heads: Mapping[str, Head]) -> None:
-    """Raise ValueError where --precision names fp16, and a head needs what CUDA's packed attention does not have."""
+def check_precisions(request: ExportRequest, family: Family, heads: Mapping[str, Head]) -> None:
+    """Raise ValueError where --precision names fp16, and the family or a head cannot be computed in it."""
+    if "fp16" in request.precisions and not family.fits_half:
+        reason = f"activations of {family.model_type} exceed the range of fp16"
+        raise ValueError(f"--precision: {reason}; leave out fp16")
     for name, head in heads.items():
         late = head.late_interaction
         if "fp16" in request.precisions and late is not None and late.hides_expansion:

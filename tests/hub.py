@@ -44,6 +44,8 @@ def save(
     }
     if hasattr(family.config, "num_key_value_heads"):
         shape |= {"num_key_value_heads": 2, "head_dim": 16}
+    if hasattr(family.config, "use_bidirectional_attention"):
+        shape = {"use_bidirectional_attention": True, **shape}
     words = {family.config.words.get(name, name): value for name, value in shape.items()}
     save_beside(tokenizer, family, positions, folder, kind, model_type, **words)
     return folder
@@ -71,10 +73,13 @@ def save_beside(
     torch.manual_seed(0)
     model = perturb(kind.from_config(config), scale=0.2)
     model.save_pretrained(folder)
+    special = dict(family.special_tokens)
+    if "mask" not in special:
+        special["eos"] = special["sep"]
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         model_max_length=positions,
-        **{f"{kind}_token": token for kind, token in family.special_tokens.items()},
+        **{f"{kind}_token": token for kind, token in special.items()},
         model_input_names=["input_ids", "attention_mask"]
         + ["token_type_ids"] * (family.config().type_vocab_size > 1),
     ).save_pretrained(folder)

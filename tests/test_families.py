@@ -4,7 +4,7 @@ that transformers wrote is exported, in all its graphs, and served with transfor
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -75,6 +75,14 @@ THIRD = {
 }
 EURO = {"pad_token_id": 1, "tie_word_embeddings": True}
 QWEN = {"pad_token_id": 1, "num_key_value_heads": 2, "head_dim": 16, "use_cache": False}
+GEMMA = {
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "use_cache": False,
+    "use_bidirectional_attention": True,
+    "sliding_window": 6,
+    "sliding_window_pattern": 3,
+}
 CASES = {
     "bert": Case("bert"),
     "bert, wide": Case("bert", {"hidden_size": 48, "num_attention_heads": 2, "type_vocab_size": 3}),
@@ -175,6 +183,17 @@ CASES = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 250.0},
         },
     ),
+    "gemma3_text": Case("gemma3_text", GEMMA),
+    "gemma3_text, causal": Case(
+        "gemma3_text",
+        {
+            **GEMMA,
+            "use_bidirectional_attention": False,
+            "attention_bias": True,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "query_pre_attn_scalar": 9,
+        },
+    ),
     "deberta": Case("deberta", {"position_biased_input": False, **RELATIVE}),
     "deberta, with all": Case(
         "deberta",
@@ -213,6 +232,8 @@ NOT_THERE = {
     ("gte", "qa"),
     ("eurobert", "qa"),
     ("qwen3", "qa"),
+    ("gemma3_text", "ner"),
+    ("gemma3_text", "qa"),
 }  # in transformers
 
 
@@ -333,15 +354,18 @@ def test_heads(case, task, tmp_path):
 @every_case
 def test_gradients(case, tmp_path):
     """The gradient of every parameter equals transformers' gradient."""
-    peer = perturb(TASKS["ner"].from_config(case.config(num_labels=3, id2label=LABELS)))
+    task = "classification" if (case.model_type, "ner") in NOT_THERE else "ner"
+    peer = perturb(TASKS[task].from_config(case.config(num_labels=3, id2label=LABELS)))
     peer.save_pretrained(tmp_path)
     model, packed = reader.load_model(tmp_path), sample(case)
     # transformers does not train the embedding of padding
     packed.input_ids[packed.input_ids == model.config.pad_token_id] = 5
-    found = model(*ours(packed))["ner"]
+    found = model(*ours(packed))[task]
     weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(0)) / len(found)
     (found * weights).sum().backward()
-    (real(peer(**asked(case, packed)).logits, packed) * weights).sum().backward()
+    logits = peer(**asked(case, packed)).logits
+    expected = logits if task == "classification" else real(logits, packed)
+    (expected * weights).sum().backward()
     for parameter in (*model.parameters(), *peer.parameters()):
         own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         parameter.data = own
@@ -356,7 +380,8 @@ def test_a_head_that_transformers_has_not(model_type, task, tmp_path):
     """It is read again as it was written."""
     torch.manual_seed(0)
     config = family_config(CASES[model_type])
-    model = perturb(EncoderWithHeads(config, {task: Head(task=task)}))
+    labels = ("A", "B") if task == "ner" else ()
+    model = perturb(EncoderWithHeads(config, {task: Head(task=task, labels=labels)}))
     Tokenizer(WordLevel({}, unk_token="")).save(str(tmp_path / "tokenizer.json"))
     writer.save_head(tmp_path / "ours", model, task, tmp_path / "tokenizer.json")
     again = reader.load_model(tmp_path / "ours").eval()
@@ -685,7 +710,8 @@ def export_family(model_type: str, folder: Path) -> Exported:
     joint.load_state_dict({n: t for model in models for n, t in model.state_dict().items()})
     writer.save_joint(folder / "joint", joint, folder / "classifier" / "tokenizer.json")
     out = folder / model_type
-    run_export(folder / "joint", out, "--precision", "fp32", "int8", "fp16")
+    half = ["fp16"] if FAMILIES[model_type].fits_half else []
+    run_export(folder / "joint", out, "--precision", "fp32", "int8", *half)
     return Exported(folder, bundle.load(out))
 
 
@@ -695,15 +721,17 @@ def exported(exports: Callable[[str], Exported], model_type: str) -> Exported:
 
 
 SOON = ("bert",)  # the exports of all take minutes, DeBERTa's most of all
-every_family = pytest.mark.parametrize(
-    "model_type",
-    [pytest.param(name, marks=() if name in SOON else pytest.mark.slow) for name in FAMILIES],
-)
+
+
+def families(names: Iterable[str]) -> pytest.MarkDecorator:
+    """A parameter for each of these families, most of them slow."""
+    marked = [pytest.param(name, marks=() if name in SOON else pytest.mark.slow) for name in names]
+    return pytest.mark.parametrize("model_type", marked)
+
+
+every_family, every_masked = families(FAMILIES), families(PRETRAINABLE)
+every_half = families(name for name, family in FAMILIES.items() if family.fits_half)
 MIXED = [200, 1, 9, 37, 2, 90]
-every_masked = pytest.mark.parametrize(
-    "model_type",
-    [pytest.param(name, marks=() if name in SOON else pytest.mark.slow) for name in PRETRAINABLE],
-)
 PRE_NORM = {"modernbert", "eurobert", "qwen3"}
 BIASED = {"mpnet", "deberta", "deberta-v2", "modernbert", "qwen3"}  # with an attention bias
 
@@ -720,7 +748,7 @@ def test_graphs_are_pytorch(exported, layout):
         np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=1e-4, err_msg=name)
 
 
-@every_family
+@every_half
 def test_half(exported, model_type):
     """CUDA's graph, evaluated node by node, gives PyTorch's logits but for rounding, and states its attention bias.
 

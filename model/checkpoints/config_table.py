@@ -203,6 +203,21 @@ QWEN3 = _file(
     *honored("max_window_layers", note="older name for layer_types"),
     refused("is_causal", True, note="attention in both directions"),
 )
+GEMMA3 = _file(
+    "gemma3_text",
+    *SIZES,
+    *honored("hidden_activation", note="the family's own; others are refused"),
+    *honored("rms_norm_eps", "num_key_value_heads", "head_dim", "attention_bias"),
+    *honored("sliding_window", "layer_types", "query_pre_attn_scalar", "rope_parameters"),
+    *honored("use_bidirectional_attention"),
+    *honored("rope_theta", "rope_local_base_freq", note="older name for rope_parameters"),
+    *honored("sliding_window_pattern", note="older name for layer_types"),
+    refused("rope_scaling", {}, note=ROPE_SCALING),
+    refused("attn_logit_softcapping", note="limited attention scores"),
+    *no_effect("final_logit_softcapping", note="used in the language model only"),
+    *no_effect("_sliding_window_pattern", note="layer_types has the kinds of layers"),
+    *no_effect("attention_dropout", note=TRAINING),
+)
 DEBERTA_SETTINGS = (
     *SHAPE,
     *SEGMENTS,
@@ -227,7 +242,7 @@ DEBERTA_V2 = _file(
 
 CONFIG_TABLES = (
     *(ALL, BERT, ROBERTA, DISTILBERT, ALBERT, ELECTRA, MPNET),
-    *(MODERNBERT, NOMIC_BERT, GTE, EUROBERT, QWEN3, DEBERTA, DEBERTA_V2),
+    *(MODERNBERT, NOMIC_BERT, GTE, EUROBERT, QWEN3, GEMMA3, DEBERTA, DEBERTA_V2),
 )
 OF_FAMILY: Mapping[str, SettingsFile] = {
     "bert": BERT,
@@ -243,6 +258,7 @@ OF_FAMILY: Mapping[str, SettingsFile] = {
     "gte": GTE,
     "eurobert": EUROBERT,
     "qwen3": QWEN3,
+    "gemma3_text": GEMMA3,
     "deberta": DEBERTA,
     "deberta-v2": DEBERTA_V2,
 }

@@ -153,13 +153,14 @@ class WordEmbeddings(nn.Module):
 class LlamaLayer(nn.Module):
     """One layer, pre-norm: each half reads the normalized residual stream, and adds to it."""
 
+    make_norm: type[nn.Module] = RMSNorm
     make_attention: type[nn.Module] = ModernBertSelfAttention
 
     def __init__(self, config: LlamaConfig, index: int):
         super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, config.layer_norm_eps)
+        self.attention_norm = self.make_norm(config.hidden_size, config.layer_norm_eps)
         self.attention = self.make_attention(config, config.mask_of(index))
-        self.feed_forward_norm = RMSNorm(config.hidden_size, config.layer_norm_eps)
+        self.feed_forward_norm = self.make_norm(config.hidden_size, config.layer_norm_eps)
         self.feed_forward = ModernBertFeedForward(config)
 
     def forward(self, x: Tensor, layout: PackedLayout, by: Rotation) -> Tensor:
@@ -172,11 +173,12 @@ class Llama(Bert):
 
     make_embeddings = WordEmbeddings
     make_layer = LlamaLayer
+    make_norm: type[nn.Module] = RMSNorm
     has_pooler = False
 
     def __init__(self, config: LlamaConfig, pooler: bool = True):
         super().__init__(config, pooler)
-        self.norm = RMSNorm(config.hidden_size, config.layer_norm_eps)
+        self.norm = self.make_norm(config.hidden_size, config.layer_norm_eps)
 
     def make_layers(self, config: LlamaConfig) -> nn.ModuleList:
         return nn.ModuleList(self.make_layer(config, i) for i in range(config.num_hidden_layers))

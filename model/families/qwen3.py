@@ -29,15 +29,45 @@ NO_TOKEN = -1  # pad_token_id where config.json has none
 
 
 @dataclass(frozen=True)
-class Qwen3Config(LlamaConfig):
-    """Defaults are the values of transformers, which are the shape of no released checkpoint.
+class DecoderConfig(LlamaConfig):
+    """The fields of decoders, whose layers may be local.
 
     pad_token_id: a token that classifiers do not read as the last one
     sliding_window: the tokens that a local layer's token attends to, itself included
+    layer_types: GLOBAL or LOCAL for each layer; all are global by default
     """
 
-    model_type: ClassVar[str] = "qwen3"
     words: ClassVar[Mapping[str, str | None]] = {**LlamaConfig.words, "mlp_bias": None}
+
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        types = tuple(self.layer_types) or (GLOBAL,) * self.num_hidden_layers
+        object.__setattr__(self, "layer_types", types)
+        if len(types) != self.num_hidden_layers or not {*types} <= {GLOBAL, LOCAL}:
+            raise ValueError(f"layer_types: one of {GLOBAL}, {LOCAL} for each layer, not {types}")
+        if LOCAL in types and not self.sliding_window:
+            raise ValueError(f"layer_types: {LOCAL} needs sliding_window")
+
+    def mask_of(self, layer: int) -> Mask:
+        is_local = self.layer_types[layer] == LOCAL and self.sliding_window
+        return Mask(causal=True, reach=self.sliding_window - 1 if is_local else None)
+
+    def keeping(self, layers: Sequence[int]) -> Self:
+        types = tuple(self.layer_types[layer] for layer in layers)
+        return replace(self, num_hidden_layers=len(layers), layer_types=types)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), "layer_types": [*self.layer_types]}
+
+
+@dataclass(frozen=True)
+class Qwen3Config(DecoderConfig):
+    """Defaults are the values of transformers, which are the shape of no released checkpoint."""
+
+    model_type: ClassVar[str] = "qwen3"
     absent: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 32, "head_dim": 128}
 
     vocab_size: int = 151936
@@ -48,25 +78,11 @@ class Qwen3Config(LlamaConfig):
     max_position_embeddings: int = 32768
     pad_token_id: int = NO_TOKEN
     use_sliding_window: bool = False
-    sliding_window: int | None = None
-    layer_types: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        types = tuple(self.layer_types) or (GLOBAL,) * self.num_hidden_layers
-        object.__setattr__(self, "layer_types", types)
-        if len(types) != self.num_hidden_layers or not {*types} <= {GLOBAL, LOCAL}:
-            raise ValueError(f"layer_types: one of {GLOBAL}, {LOCAL} for each layer, not {types}")
-        if LOCAL in types and not (self.use_sliding_window and self.sliding_window):
-            raise ValueError(f"layer_types: {LOCAL} needs use_sliding_window and sliding_window")
-
-    def mask_of(self, layer: int) -> Mask:
-        is_local = self.layer_types[layer] == LOCAL and self.sliding_window
-        return Mask(causal=True, reach=self.sliding_window - 1 if is_local else None)
-
-    def keeping(self, layers: Sequence[int]) -> Self:
-        types = tuple(self.layer_types[layer] for layer in layers)
-        return replace(self, num_hidden_layers=len(layers), layer_types=types)
+        if LOCAL in self.layer_types and not self.use_sliding_window:
+            raise ValueError(f"layer_types: {LOCAL} needs use_sliding_window")
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> Self:
@@ -84,16 +100,18 @@ class Qwen3Config(LlamaConfig):
         fields = super().to_dict()
         if self.pad_token_id == NO_TOKEN:
             del fields["pad_token_id"]
-        return {**fields, "layer_types": [*self.layer_types]}
+        return fields
 
 
 class Qwen3SelfAttention(ModernBertSelfAttention):
     """Multi-head self-attention whose queries and keys are normalized by head, then rotated."""
 
+    make_norm: type[nn.Module] = RMSNorm
+
     def __init__(self, config: Qwen3Config, mask: Mask):
         super().__init__(config, mask)
-        self.query_norm = RMSNorm(config.head_size, config.layer_norm_eps)
-        self.key_norm = RMSNorm(config.head_size, config.layer_norm_eps)
+        self.query_norm = self.make_norm(config.head_size, config.layer_norm_eps)
+        self.key_norm = self.make_norm(config.head_size, config.layer_norm_eps)
 
     def forward(self, x: Tensor, layout: PackedLayout, by: Rotation) -> Tensor:
         q, k, v = self.qkv(x).split(self.qkv.widths, dim=-1)  # [T, ND], [T, KD], [T, KD]

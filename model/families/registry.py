@@ -7,6 +7,7 @@ from model.families.deberta import DEBERTA, DEBERTA_V2
 from model.families.distilbert import DISTILBERT
 from model.families.electra import ELECTRA
 from model.families.eurobert import EUROBERT
+from model.families.gemma3 import GEMMA3
 from model.families.gte import GTE
 from model.families.modernbert import MODERNBERT
 from model.families.mpnet import MPNET
@@ -31,6 +32,7 @@ FAMILIES: dict[str, Family] = {
         GTE,
         EUROBERT,
         QWEN3,
+        GEMMA3,
         DEBERTA,
         DEBERTA_V2,
     )

@@ -44,6 +44,7 @@ class Family:
     # The hub's name of the masked language model's output matrix, which is tied to the word embeddings.
     decoder: str = "cls.predictions.decoder"
     activation: Callable[[Tensor], Tensor] = torch.tanh  # after the dense layer of the pooler
+    fits_half: bool = True  # whether activations of released checkpoints fit in fp16
     tokenizer: Literal["wordpiece", "byte-level BPE", "unigram"] = "wordpiece"  # its algorithm
     # The tokenizer's, in the order of their ids.
     special_tokens: Mapping[str, str] = field(

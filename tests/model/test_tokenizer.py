@@ -31,6 +31,7 @@ OTHERWISE = dict.fromkeys(
 )
 START, END = "<|begin_of_text|>", "<|end_of_text|>"
 OTHERWISE["eurobert"] = (f"{START} {{0}} {END}", f"{START} {{0}} {END} {{1}} {END}")
+OTHERWISE["gemma3_text"] = ("<bos> {0} <eos>", "<bos> {0} <eos> <bos> {1} <eos>")
 OTHERWISE["qwen3"] = ("{0} <|endoftext|>", "{0} {1} <|endoftext|>")
 
 

@@ -35,6 +35,7 @@ MORE: dict[str, dict[str, Any]] = {
     "albert": {"embedding_size": 16},
     "electra": {"embedding_size": 16},
     "qwen3": {"num_key_value_heads": 2, "head_dim": 16},
+    "gemma3_text": {"num_key_value_heads": 2, "head_dim": 16},
     "deberta": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
     "deberta-v2": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
 }
@@ -96,6 +97,10 @@ HONORED: dict[str, Any] = {
     "use_sliding_window": False,
     "sliding_window": 4,
     "max_window_layers": 1,
+    "sliding_window_pattern": 2,
+    "query_pre_attn_scalar": 9,
+    "use_bidirectional_attention": True,
+    "rope_local_base_freq": 20.0,
     "relative_attention": False,
     "max_relative_positions": 5,
     "position_biased_input": False,
@@ -136,6 +141,8 @@ HARMLESS: dict[str, Any] = {
     "sparse_prediction": True,
     "sparse_pred_ignore_index": 1,
     "deterministic_flash_attn": True,
+    "final_logit_softcapping": 30.0,
+    "_sliding_window_pattern": 2,
     "reference_compile": True,
     "initializer_cutoff_factor": 1.0,
     "legacy": False,
@@ -158,6 +165,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "head_dim": (16,),
     "sliding_window": (8,),
     "is_causal": (False,),
+    "attn_logit_softcapping": (30.0,),
     "talking_head": (True,),
     "pooler_hidden_act": ("tanh",),
 }
@@ -194,6 +202,9 @@ REFUSED_VALUES: list[tuple[str, str, Any]] = [
     ("eurobert", "rope_parameters", {"rope_type": "llama3", "rope_theta": 5.0, "factor": 8.0}),
     ("qwen3", "layer_types", ["full_attention"]),
     ("qwen3", "layer_types", ["sliding_attention", "full_attention"]),
+    ("gemma3_text", "hidden_activation", "gelu"),
+    ("gemma3_text", "rope_parameters", {"rope_theta": 5.0}),
+    ("gemma3_text", "layer_types", ["full_attention"]),
     ("deberta", "pooler_hidden_size", 16),
     ("deberta-v2", "attention_head_size", 4),
     ("deberta-v2", "pos_att_type", ["p2p"]),
@@ -280,7 +291,7 @@ def test_honored(family, name, value, tmp_path):
     """A honored setting gives transformers' logits, whatever its value."""
     if (family, name) == ("modernbert", "type_vocab_size"):
         pytest.skip("Quartet's own")
-    if family == "modernbert" and name.startswith("rope"):
+    if family in ("modernbert", "gemma3_text") and name == "rope_parameters":
         value = ROPES
     fields = {name: value}
     if name in ("conv_groups", "conv_act"):
@@ -379,6 +390,8 @@ def read_by_transformers(family: str) -> set[str]:
 
 NO_SETTINGS = {  # attributes of the class, and what is computed from settings
     *("hidden_states", "sliding_window", "use_return_dict", "to_dict", "get_text_config"),
+    # of models of images in the same file
+    *("image_token_id", "mm_tokens_per_image", "text_config", "vision_config"),
 }
 
 

@@ -13,6 +13,8 @@ import pytest
 import torch
 import transformers
 from sentence_transformers import CrossEncoder, SentenceTransformer
+from sentence_transformers.base.modules import Dense, Normalize, Transformer
+from sentence_transformers.sentence_transformer.modules import Pooling
 from tokenizers.processors import ByteLevel
 
 from export.goldens import run_torch
@@ -82,6 +84,20 @@ def test_qwen3_embedding(tmp_path):
     folder = tmp_path / "model"
     hub.save_sentence_transformer("qwen3", folder, "lasttoken", PROMPTS, num_hidden_layers=1)
     edit(folder / "config.json", architectures=["Qwen3ForCausalLM"])
+    check_vectors(folder, 0.99)
+
+
+def test_embedding_gemma(tmp_path):
+    """Attention in both directions, the mean, two dense layers without activations, and prompts for all texts."""
+    folder = tmp_path / "model"
+    fields = {"use_bidirectional_attention": True, "sliding_window": 6, "num_hidden_layers": 2}
+    hub.save("gemma3_text", tmp_path / "plain", transformers.AutoModel, **fields)
+    torch.manual_seed(0)
+    wide, narrow = ({"bias": False, "activation_function": torch.nn.Identity()} for _ in range(2))
+    parts = [Transformer(str(tmp_path / "plain")), Pooling(32, "mean")]
+    parts += [Dense(32, 64, **wide), Dense(64, 32, **narrow), Normalize()]
+    prompts = {"query": "task: search result | query: ", "document": "title: none | text: "}
+    SentenceTransformer(modules=parts, device="cpu", prompts=prompts).save(str(folder))
     check_vectors(folder, 0.99)
 
 
