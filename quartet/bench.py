@@ -3,6 +3,7 @@
 import argparse
 import http.client
 import json
+import math
 import os
 import socket
 import subprocess
@@ -18,9 +19,11 @@ from typing import Any
 
 from quartet.cache import SourceError, resolve
 from service.bulk.rows import ROUTES
-from service.core.bundle import BundleError, Head
+from service.core.bundle import BundleError, Head, Manifest
 from service.core.bundle import load as load_bundle
 from service.core.cpu import CPU
+from service.core.device_table import KINDS
+from service.core.session import device_problem
 from service.processes.child_process import child_python
 from service.settings_sources import ConfigError, find_bundles
 
@@ -57,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--precision",
         nargs="+",
-        help="precisions to measure; default: all of the model that a CPU runs",
+        help="precisions to measure; default: all that a CPU runs, with bf16 where OpenVINO and the processor have it",
     )
     parser.add_argument(
         "--connections",
@@ -93,14 +96,14 @@ def main() -> int:
     except (SourceError, ConfigError, BundleError, OSError) as error:
         print(f"quartet: {error}", file=sys.stderr)
         return 3
-    served = [p for p in manifest.precisions if manifest.graphs_for(CPU, p)]
+    served = runnable(manifest)
     if unknown := {*(arguments.precision or [])} - {*served}:
         parser().error(f"--precision: {', '.join(unknown)}: {manifest.id} has {', '.join(served)}")
     name, head = next(iter(manifest.heads.items()))
     print(f"{manifest.id}, head {name} ({head.task}), {len(texts)} texts")
     best: dict[str, float] = {}
     for precision in arguments.precision or served:
-        with serving(folder, precision) as (port, process):
+        with serving(folder, *served[precision]) as (port, process):
             send(port, head, texts, 1, 0.5)  # the first requests are slower
             loads = [
                 send(port, head, texts, count, arguments.seconds) for count in arguments.connections
@@ -114,15 +117,27 @@ def main() -> int:
             print(
                 f"  {load.connections:>11} {load.per_s:>9,.0f} {load.p50:>8.1f} {load.p99:>8.1f}  {bar}"
             )
-    fastest = max(best, key=lambda precision: best[precision])
     default = manifest.precisions[0]
-    if fastest != default and default in best:
-        gain = best[fastest] / best[default]
-        command = " ".join(
-            ["quartet serve", *filter(None, [arguments.name]), "--precision", fastest]
-        )
-        print(f"\n{fastest} is {gain:.2f} times as fast as {default}, the default: {command}")
+    print()
+    for precision in sorted(best, key=lambda precision: -best[precision]):
+        gain = best[precision] / best.get(default, math.inf)
+        if gain > 1:
+            command = ["quartet serve", *filter(None, [arguments.name]), *served[precision]]
+            print(f"{precision} is {gain:.2f} times as fast as {default}: {' '.join(command)}")
     return 0
+
+
+def runnable(manifest: Manifest) -> dict[str, list[str]]:
+    """Return the options of the service for each precision of the model that this machine's CPU computes."""
+    found: dict[str, list[str]] = {
+        p: ["--precision", p] for p in manifest.precisions if manifest.graphs_for(CPU, p)
+    }
+    for kind in KINDS:
+        for precision, reduced in kind.reduced.items():
+            fits = manifest.graphs_for(kind, precision) and not reduced.problem()
+            if fits and device_problem(kind) is None:
+                found[precision] = ["--provider", kind.name, "--precision", precision]
+    return found
 
 
 def read_texts(file: Path | None) -> Sequence[str]:
@@ -132,12 +147,12 @@ def read_texts(file: Path | None) -> Sequence[str]:
 
 
 @contextmanager
-def serving(folder: Path, precision: str) -> Iterator[tuple[int, int]]:
+def serving(folder: Path, *arguments: str) -> Iterator[tuple[int, int]]:
     """Serve a bundle; yields its port and the main process's id. Raises SourceError with the log's last line."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
-    options = ["--port", str(port), "--precision", precision, "--log-level", "error"]
+    options = ["--port", str(port), *arguments, "--log-level", "error"]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             [*child_python(), "-m", "service", str(folder), *options], stdout=log, stderr=log

@@ -24,7 +24,18 @@ DESCRIPTION = """\
 Check this machine and this installation, one line for each check. A line with !! names what to do; the exit status is
 then 1.
 """
-FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8", "asimd", "i8mm", "bf16")
+FEATURES = (
+    "avx2",
+    "avx512f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "avx_vnni",
+    "amx_int8",
+    "amx_bf16",
+    "asimd",
+    "i8mm",
+    "bf16",
+)
 LEAST_FILES = 1100  # max_connections and the service's own
 LEAST_BYTES = 300 * 1024**2  # that the default bundle needs
 LEAST_DISK = 2 * 10**9
@@ -92,11 +103,15 @@ def check_memory() -> Iterator[Finding]:
 
 def check_device() -> Iterator[Finding]:
     from service.core.device_table import KINDS
-    from service.core.session import RUNTIME, device_problem
+    from service.core.session import device_problem, runtime_of
 
     for kind in KINDS:
         problem = device_problem(kind)
-        yield f"{kind.name}: {problem or f'usable, ONNX Runtime {RUNTIME}'}", ""
+        found = problem or f"usable, {runtime_of(kind)}"
+        for precision, reduced in kind.reduced.items():
+            if not reduced.problem():
+                found += f"; for speed: --provider {kind.name} --precision {precision}"
+        yield f"{kind.name}: {found}", ""
     if tool := shutil.which("nvidia-smi"):
         query = [tool, "--query-gpu=name,driver_version", "--format=csv,noheader"]
         run = subprocess.run(query, capture_output=True, text=True, check=False)

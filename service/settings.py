@@ -133,9 +133,10 @@ class Settings(BaseSettings):
         description="HTTP processes, in addition to the inference process; unset, 1, or on a GPU half of the cores up"
         " to 4, or 0 below a memory limit of 448 MiB; 0 runs HTTP and inference in one process",
     )
-    precision: Literal["auto", "fp32", "int8", "fp16"] = Field(
+    precision: Literal["auto", "fp32", "bf16", "int8", "fp16"] = Field(
         "auto",
-        description="graph to run; auto takes the bundle's default, fp32 is slowest and most exact",
+        description="graph to run; auto takes the bundle's default, fp32 is slowest and most exact; bf16 needs provider"
+        " openvino and a processor with bf16",
     )
     provider: str = Field(
         "auto",

@@ -562,7 +562,8 @@ class Manifest(_Record):
 
         The precision `auto` selects the kind's precisions that the bundle has, or else the default precision.
         """
-        wanted = [precision]
+        reduced = kind.reduced.get(precision)
+        wanted = [reduced.graphs if reduced else precision]
         if precision == "auto":
             wanted = [p for p in kind.precisions if p in self.precisions]
             wanted = wanted or [self.default_precision]
@@ -753,10 +754,13 @@ def save_golden(path: Path, golden: Golden) -> None:
 
 
 def check_goldens(
-    bundle: Bundle, precision: Precision, outputs: Mapping[str, NDArray[np.float32]], runtime: str
+    bundle: Bundle,
+    precision: str,
+    tolerance: Tolerance,
+    outputs: Mapping[str, NDArray[np.float32]],
+    runtime: str,
 ) -> None:
     """Compare outputs of this machine with the goldens. Raises BundleError with head, difference and runtimes."""
-    tolerance = bundle.manifest.goldens.tolerance[precision]
     for head, expected in bundle.golden.outputs.items():
         problem = disagreement(head, expected, outputs[head], tolerance)
         if problem:

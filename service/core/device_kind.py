@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class NoDeviceError(Exception):
@@ -17,12 +18,20 @@ class Slots(NamedTuple):
     threads: Mapping[int, int]
 
 
+class ReducedPrecision(NamedTuple):
+    """A precision that a kind of device computes with the graphs of another one."""
+
+    graphs: str  # the precision of these graphs
+    min_cosine: float  # with the goldens, of each head
+    problem: Callable[[], str | None]  # why this machine cannot compute it, or None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceKind:
-    """A kind of device that ONNX Runtime can compute on."""
+    """A kind of device that a runtime can compute on."""
 
     name: str  # in the setting `provider` and in the `provider` of a manifest's graphs
-    provider: str  # ONNX Runtime's name
+    provider: str  # the runtime's name
     label: str  # the device in a message
     graphs: tuple[str, ...]  # values of a graph's `provider` that the device can run
     batch_tokens: int  # most tokens of a batch, where `max_batch_tokens` is unset
@@ -32,11 +41,16 @@ class DeviceKind:
     http_workers: Callable[[int], int]  # rule from the number of usable cores
     # What the precision `auto` tries in this order before the bundle's default precision.
     precisions: tuple[str, ...] = ()
+    # By the value of the setting `precision`, which must name it: `auto` never selects one.
+    reduced: Mapping[str, ReducedPrecision] = field(default_factory=dict)
     options: dict[str, str] = field(default_factory=dict)  # ONNX Runtime's options of the provider
     package: str = "onnxruntime"  # the distribution of the runtime that has the provider
     # Returns the name of the device that the runtime, its argument, can use; raises NoDeviceError. None for a device
     # that every machine has.
     find: Callable[[ModuleType], str] | None = None
+    # Opens a graph for this many threads of a run, runs at the same time, and precision, where the runtime is not ONNX
+    # Runtime. Returns an object with the methods of its `InferenceSession`.
+    open: Callable[[Path | bytes, int, int, str], Any] | None = None
     # Whether the device may be found; does not load the runtime.
     is_present: Callable[[], bool] = lambda: True
     # The devices of this kind that the process can see.

@@ -10,8 +10,10 @@ from pydantic_core import PydanticCustomError
 from service.core.cpu import CPU
 from service.core.cuda import CUDA
 from service.core.device_kind import DeviceKind
+from service.core.openvino import OPENVINO
 
-KINDS: tuple[DeviceKind, ...] = (CUDA, CPU)  # the setting `auto` selects the first usable one
+# The setting `auto` selects the first usable one up to the CPU.
+KINDS: tuple[DeviceKind, ...] = (CUDA, CPU, OPENVINO)
 
 
 def named_kinds(name: str) -> Sequence[DeviceKind]:
@@ -23,7 +25,7 @@ def named_kinds(name: str) -> Sequence[DeviceKind]:
 
 def preferred_kinds(kind: DeviceKind) -> Sequence[DeviceKind]:
     """Return the kinds of device that `auto` tries before this one."""
-    return KINDS[: KINDS.index(kind)]
+    return KINDS[: min(KINDS.index(kind), KINDS.index(CPU))]
 
 
 def expected_kind(name: str) -> DeviceKind:

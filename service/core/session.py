@@ -7,16 +7,25 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from service.core.bundle import Bundle, BundleError, Golden, Graph, Precision, check_goldens
+from service.core.bundle import (
+    Bundle,
+    BundleError,
+    Golden,
+    Graph,
+    Manifest,
+    Tolerance,
+    check_goldens,
+)
 from service.core.cpu import CPU
 from service.core.device_kind import DeviceKind, NoDeviceError
-from service.core.device_table import named_kinds, preferred_kinds
+from service.core.device_table import KINDS, named_kinds, preferred_kinds
 from service.core.packing import (
     SLOT_MULTIPLE,
     Ints,
@@ -115,6 +124,7 @@ class SessionOptions:
     """The options of a session."""
 
     threads: int  # intra-op threads of the session, which concurrent runs share
+    runs: int = 1  # concurrent runs, where the runtime must know their number
     spin: bool = False  # whether the threads spin for new work between runs
     # Whether ONNX Runtime keeps the memory of a run for the next run on any thread. Otherwise the C library keeps it by
     # thread. Where cores share no cache, memory that moves between them costs a fifth of the speed.
@@ -127,18 +137,29 @@ class SessionOptions:
 class Session:
     """A loaded graph of a bundle. Several threads may call `run` at the same time.
 
+    precision: of the computation; the graph's own unless the kind of device computes another one with the graph
+    tolerance: of the goldens
     provider_note: the reason why a preferred device, which the runtime supports, is not used; None for no such reason
     """
 
     def __init__(
-        self, bundle: Bundle, graph: Graph, kind: DeviceKind, options: SessionOptions
+        self,
+        bundle: Bundle,
+        graph: Graph,
+        kind: DeviceKind,
+        options: SessionOptions,
+        precision: str = "auto",
     ) -> None:
         self.graph = graph
         self.kind = kind
         self.provider = kind.provider
+        self.runtime = runtime_of(kind)
         self.provider_note: str | None = None
         self.heads = bundle.manifest.heads
-        self._session = open_graph(bundle.file(graph.file), kind, options)
+        self._reduced = kind.reduced.get(precision)
+        self.precision: str = precision if self._reduced else graph.precision
+        self.tolerance = self.tolerance_of(bundle.manifest)
+        self._session = open_graph(bundle.file(graph.file), kind, options, self.precision)
         self._outputs = [*self.heads]  # a graph may have more outputs
         self._all, self._only_fetched = ort.RunOptions(), ort.RunOptions()
         self._only_fetched.only_execute_path_to_fetches = True
@@ -159,6 +180,12 @@ class Session:
         self._mask_token_id = bundle.manifest.mask_token_id
         if self._mask_token_id is not None and "positions" not in self._inputs:
             raise BundleError(bundle.path, f"{graph.file} has a fill-mask head without `positions`")
+
+    def tolerance_of(self, manifest: Manifest) -> Tolerance:
+        """Return the tolerance of a bundle's goldens where this session computes its heads or their states."""
+        if self._reduced:
+            return Tolerance(min_cosine=dict.fromkeys(manifest.heads, self._reduced.min_cosine))
+        return manifest.goldens.tolerance[self.graph.precision]
 
     def limit_runs(self, limit: TimeLimit) -> None:
         """Let a limit end the runs of this session."""
@@ -223,7 +250,8 @@ class Session:
 
     def check(self, bundle: Bundle) -> None:
         """Recompute the goldens on this machine. Raises BundleError when the outputs disagree."""
-        check_goldens(bundle, self.graph.precision, self._recompute(bundle.golden), RUNTIME)
+        outputs = self._recompute(bundle.golden)
+        check_goldens(bundle, self.precision, self.tolerance, outputs, self.runtime)
 
     def _recompute(self, golden: Golden) -> BatchOutputs:
         """Return the outputs of the goldens; the longest has its own batch, so that the others need less memory."""
@@ -281,21 +309,25 @@ def padded_feeds(packed: Packed) -> Feeds:
 def open_session(
     bundle: Bundle,
     *,
-    precision: Literal["auto"] | Precision = "auto",
+    precision: str = "auto",
     provider: str = "auto",
     options: SessionOptions,
 ) -> Session:
     """Open the best graph that runs on the device, for `auto` also on the CPU, and check the goldens with it.
 
-    Raises ProviderError without the requested provider, BundleError without the precision or for other goldens.
+    Raises ProviderError without the requested provider or where it cannot compute the precision on this machine, and
+    BundleError without the precision or for other goldens.
     """
     kinds = usable_kinds(provider)
+    for reduced in filter(None, (kind.reduced.get(precision) for kind in kinds)):
+        if problem := reduced.problem():
+            raise ProviderError(f"precision is {precision}, but {problem}")
     graphs_for = bundle.manifest.graphs_for
     tried = [(kind, graph) for kind in kinds for graph in graphs_for(kind, precision)]
     problems: dict[DeviceKind, str] = {}
     for number, (kind, graph) in enumerate(tried, 1):
         try:
-            session = Session(bundle, graph, kind, options)
+            session = Session(bundle, graph, kind, options, precision)
             session.check(bundle)
         except RUNTIME_ERRORS as error:  # a missing operator, or a visible GPU that does not work
             if number == len(tried):
@@ -312,6 +344,10 @@ def _unfit(bundle: Bundle, kind: DeviceKind, precision: str, provider: str) -> s
     manifest = bundle.manifest
     if precision == "auto":
         precision = manifest.default_precision
+    if reduced := kind.reduced.get(precision):
+        precision = reduced.graphs
+    elif owners := [one.name for one in KINDS if precision in one.reduced]:
+        return f"precision {precision} needs provider {' or '.join(owners)}, not {provider}"
     if precision not in manifest.precisions:
         return f"it has no {precision} graph, only {', '.join(manifest.precisions)}"
     devices = {g.provider for g in manifest.graphs if g.precision == precision}
@@ -349,7 +385,7 @@ def device_problem(kind: DeviceKind) -> str | None:
     """Return why a kind of device cannot be used, or None when it can; tests a device once per process."""
     if kind.find is None:
         return None
-    if kind.provider not in ort.get_available_providers():
+    if kind.open is None and kind.provider not in ort.get_available_providers():
         name = kind.provider.removesuffix("ExecutionProvider")
         return f"this onnxruntime has no {name} provider: install {kind.package}"
     try:
@@ -363,11 +399,21 @@ def device_problem(kind: DeviceKind) -> str | None:
     return None
 
 
-def open_graph(graph: Path | bytes, kind: DeviceKind, options: SessionOptions) -> Any:
+def runtime_of(kind: DeviceKind) -> str:
+    """Return the name and version of the runtime that computes on a kind of device."""
+    return RUNTIME if kind.open is None else f"{kind.package} {metadata.version(kind.package)}"
+
+
+def open_graph(
+    graph: Path | bytes, kind: DeviceKind, options: SessionOptions, precision: str = "fp32"
+) -> Any:
     """Open the runtime's session of a model, a path or bytes, with the settings that serving needs.
 
+    precision: of the computation, where the graph does not determine it
     Raises ProviderError if the session runs on another provider, and any error of the runtime.
     """
+    if kind.open is not None:
+        return kind.open(graph, options.threads, options.runs, precision)
     settings = ort.SessionOptions()
     # On a device of its own memory, the only nodes on the CPU compute shapes.
     settings.intra_op_num_threads = options.threads if kind.on_host else 1

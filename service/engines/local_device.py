@@ -29,7 +29,6 @@ from service.core.device_kind import DeviceKind, Slots
 from service.core.encode import Window
 from service.core.packing import SLOT_MULTIPLE, count_masks, pack, row_starts, split
 from service.core.session import (
-    RUNTIME,
     RUNTIME_ERRORS,
     Session,
     SessionOptions,
@@ -103,7 +102,8 @@ class Runner:
             reason = f"the graphs of its encoder {self._bundle.manifest.id} give no hidden states: export it"
             raise BundleError(bundle.path, f"{reason} with --states")
         heads = read_heads(bundle, self._heads[self._states].width)
-        precision = self._sessions[1].graph.precision
+        session = self._sessions[1]
+        precision = session.graph.precision
         if precision not in bundle.manifest.goldens.tolerance:
             has = ", ".join(bundle.manifest.precisions)
             reason = f"its encoder computes {precision}, and it has goldens for {has} only"
@@ -113,7 +113,8 @@ class Runner:
         for name, head in heads.items():
             join = np.concatenate if bundle.manifest.heads[name].per_token else np.stack
             outputs[name] = join([head(own) for own in states])
-        check_goldens(bundle, precision, outputs, RUNTIME)
+        tolerance = session.tolerance_of(bundle.manifest)
+        check_goldens(bundle, session.precision, tolerance, outputs, session.runtime)
         return heads
 
     def _states_of(self, golden: Golden) -> list[Floats]:
@@ -193,8 +194,7 @@ class Runner:
         """Return the bundle's self-test, with the outputs of the shortest golden computed now as expected values."""
         window = smallest(self._bundle.golden, self._bundle.manifest.mask_token_id)
         (expected,) = self.run(1, [window])
-        tolerance = self._bundle.manifest.goldens.tolerance[self._sessions[1].graph.precision]
-        return SelfTest(window, expected, tolerance)
+        return SelfTest(window, expected, self._sessions[1].tolerance)
 
     @property
     def unbatched(self) -> bool:
@@ -209,9 +209,12 @@ class Runner:
     @property
     def runs_on(self) -> RunsOn:
         session = self._sessions[1]
-        graph = session.graph
         return RunsOn(
-            graph.precision, graph.layout, session.provider, session.provider_note, RUNTIME
+            session.precision,
+            session.graph.layout,
+            session.provider,
+            session.provider_note,
+            session.runtime,
         )
 
 
@@ -320,12 +323,15 @@ class LocalDevice:
     def _open(self, bundle: Bundle, limit: TimeLimit) -> OpenedBundle:
         settings = self._settings
         texts = read_texts(bundle)
+        number = self._slots.number
         sessions = {
             width: open_session(
                 bundle,
                 precision=settings.precision,
                 provider=settings.provider,
-                options=SessionOptions(threads, settings.spin, settings.arena, limit),
+                options=SessionOptions(
+                    threads, max(number // width, 1), settings.spin, settings.arena, limit
+                ),
             )
             for width, threads in self._slots.threads.items()
         }

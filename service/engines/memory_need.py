@@ -14,6 +14,7 @@ import structlog
 from service.core.bundle import BundleError, Graph, Manifest, Memory, read_manifest
 from service.core.cpu import CPU
 from service.core.device_places import core_groups
+from service.core.device_table import named_kinds
 from service.memory_limit import MIB, ROOT, in_mib, memory_limit
 from service.settings import Settings, usable_cores
 
@@ -113,8 +114,12 @@ def graph_needs(settings: Settings, folder: Path) -> list[GraphNeed]:
     """
     try:
         manifest = read_manifest(folder)
-        graphs = manifest.graphs_for(CPU, settings.precision)[:1]
+        kind = named_kinds(settings.provider)[-1]
+        graphs = manifest.graphs_for(kind, settings.precision)[:1]
         memories = [graph.memory or estimate_memory(folder, manifest, graph) for graph in graphs]
+        if kind.open is not None:
+            # Manifests state ONNX Runtime's memory. OpenVINO copies the weights, of which ONNX Runtime maps a part.
+            memories = [m.model_copy(update={"opened": 2 * m.opened}) for m in memories]
     except (BundleError, OSError):
         return []
     return [GraphNeed(manifest, *pair) for pair in zip(graphs, memories, strict=True)]

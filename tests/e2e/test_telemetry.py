@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,19 @@ def test_service(workers, mini_bundle, calls, environment):
     arguments = (mini_bundle, "--http-workers", workers)
     with serving(*arguments, under=recorder(calls), env=environment) as server:
         server.answer("/classify", {"inputs": "A fine film."})
+    wait_for_end(calls)
+
+    assert [] == sent(calls)
+    assert [] == written(environment)
+
+
+@pytest.mark.e2e
+def test_service_with_openvino(tiny_bundle, calls, environment):
+    """The provider's package sends nothing, though its import alone reports itself."""
+    if find_spec("openvino") is None:
+        pytest.skip("the package openvino is not installed")
+    with serving(tiny_bundle, "--provider", "openvino", under=recorder(calls), env=environment):
+        pass
     wait_for_end(calls)
 
     assert [] == sent(calls)

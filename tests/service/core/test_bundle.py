@@ -528,8 +528,9 @@ class TestCheckGoldens:
 
     @staticmethod
     def reason(loaded: Bundle, precision: Any, outputs: Outputs, runtime: str) -> str:
+        tolerance = loaded.manifest.goldens.tolerance[precision]
         with pytest.raises(BundleError) as refused:
-            bundle.check_goldens(loaded, precision, outputs, runtime)
+            bundle.check_goldens(loaded, precision, tolerance, outputs, runtime)
         return refused.value.reason
 
     @pytest.mark.parametrize(
@@ -540,7 +541,8 @@ class TestCheckGoldens:
         """Outputs within the tolerance pass; a head that has no cosine at a precision is not compared there."""
         outputs[name] += by
 
-        bundle.check_goldens(loaded, precision, outputs, "onnxruntime 1.31")
+        tolerance = loaded.manifest.goldens.tolerance[precision]
+        bundle.check_goldens(loaded, precision, tolerance, outputs, "onnxruntime 1.31")
 
     @pytest.mark.parametrize(
         ("precision", "change", "runtime", "expected"),

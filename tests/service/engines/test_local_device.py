@@ -206,6 +206,7 @@ class OnTheGpu:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.graph, self.kind, self.provider = session.graph, CUDA, CUDA.provider
+        self.precision, self.tolerance, self.runtime = "fp32", session.tolerance, session.runtime
         self.stores_scores, self.provider_note = False, None
         self.ran: list[tuple[int, int]] = []
         self.most = math.inf  # tokens for which there is memory
