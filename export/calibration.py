@@ -19,12 +19,14 @@ from numpy.typing import NDArray
 from onnx import helper
 
 from export import trace_graphs
+from export.goldens import first_windows
 from export.passes.fold import fold
 from export.passes.graph_utils import TRUNK, WEIGHTS, is_trunk_product, replace_nodes
+from service.core.bundle import Head
 from service.core.cpu import CPU
 from service.core.encode import Encoder, Window
-from service.core.packing import pack
-from service.core.session import SessionOptions, open_graph, packed_feeds, trim
+from service.core.packing import pack, word_label_pairs
+from service.core.session import SessionOptions, open_graph, packed_feeds, pair_feeds, trim
 
 TOKENS = 8192  # in all; with less than 1,000, the rounding of weights becomes worse than without calibration
 ENTRIES = 24  # of the vocabulary in a random text
@@ -51,15 +53,17 @@ def read_texts(file: Path | None) -> list[str]:
     return [line for line in lines if line.strip()]
 
 
-def choose_windows(encoder: Encoder, texts: Sequence[str] = ()) -> list[Window]:
+def choose_windows(
+    encoder: Encoder, texts: Sequence[str] = (), heads: Mapping[str, Head] | None = None
+) -> list[Window]:
     """Return at least 8,192 tokens for calibration: of the texts from the first on, then of made ones."""
     short = Encoder(encoder.tokenizer, min(encoder.max_length, LONGEST))
     chosen: list[Window] = []
     tokens = 0
     for text in itertools.chain(texts, _made_texts(encoder.tokenizer)):
-        (item,) = short.texts([text])
-        chosen.append(item.windows[0])
-        tokens += len(item.windows[0])
+        (window,) = first_windows(short, [text], heads or {})
+        chosen.append(window)
+        tokens += len(window)
         if tokens >= TOKENS:
             break
     return chosen
@@ -123,7 +127,8 @@ def measure_inputs(model: onnx.ModelProto, windows: Sequence[Window], folder: Pa
         session = open_graph(file, CPU, SessionOptions(threads=0))
         inputs = [each.name for each in session.get_inputs()]
         for start in range(0, len(ordered), BATCH):
-            feeds = packed_feeds(pack(ordered[start : start + BATCH]), inputs)
+            packed = pack(ordered[start : start + BATCH])
+            feeds = packed_feeds(packed, inputs) | pair_feeds(word_label_pairs(packed))
             # The positions of masks, which no product of the encoder reads.
             feeds["positions"] = np.zeros(1, np.int64)
             feeds = {name: value for name, value in feeds.items() if name in inputs}

@@ -122,11 +122,10 @@ def check_evaluations(request: ExportRequest, heads: Mapping[str, Head]) -> None
     unknown = set(request.evaluations) - set(heads)
     if unknown:
         raise ValueError(f"--eval: the checkpoint has no head {', '.join(sorted(unknown))}")
-    unlabelled = [name for name in request.evaluations if heads[name].per_mask]
+    unlabelled = [n for n in request.evaluations if heads[n].per_mask or heads[n].per_pair]
     if unlabelled:
-        raise ValueError(
-            f"--eval: {unlabelled[0]} is a fill-mask head, for which there is no metric"
-        )
+        task = heads[unlabelled[0]].task
+        raise ValueError(f"--eval: {unlabelled[0]} is a {task} head, for which there is no metric")
 
 
 def choose_dimensions(request: ExportRequest, heads: Mapping[str, Head]) -> dict[str, Head]:

@@ -83,7 +83,8 @@ def draft_bundle(
     checked = [*encodings, *goldens.expanded_queries(encoder, heads)]
     expected = [out for encoding in checked for out in goldens.run_torch(source.model, [encoding])]
     texts = calibration.read_texts(request.calibration)
-    windows = calibration.choose_windows(encoder, texts) if "int8" in request.precisions else []
+    is_rounded = "int8" in request.precisions
+    windows = calibration.choose_windows(encoder, texts, heads) if is_rounded else []
     show("tracing the packed graph ...")
     packed = trace_graphs.trace_packed(source.model, folder / TRACED)
     if "fp16" in request.precisions:
@@ -141,6 +142,9 @@ def check_precisions(request: ExportRequest, family: Family, heads: Mapping[str,
         reason = f"activations of {family.model_type} exceed the range of fp16"
         raise ValueError(f"--precision: {reason}; leave out fp16")
     for name, head in heads.items():
+        if "fp16" in request.precisions and head.per_pair:
+            reason = f"head {name} of the task {head.task} has no graph for CUDA"
+            raise ValueError(f"--precision: {reason}; leave out fp16")
         late = head.late_interaction
         if "fp16" in request.precisions and late is not None and late.hides_expansion:
             reason = f"fp16 cannot hide the query expansion of head {name} from other tokens"

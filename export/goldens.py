@@ -7,7 +7,15 @@ import numpy as np
 
 from service.core.bundle import Golden, Head, find_mask_token_id
 from service.core.encode import Encoder, Window, expand
-from service.core.packing import Packed, mask_positions, pack, row_starts, split
+from service.core.labelled_entities import label_windows, word_ids
+from service.core.packing import (
+    Packed,
+    mask_positions,
+    pack,
+    row_starts,
+    split,
+    word_label_pairs,
+)
 from service.core.session import BatchOutputs
 
 if TYPE_CHECKING:
@@ -25,6 +33,7 @@ PAIR = (
     "Who built the bridge?",
     "The bridge over the gorge was built by the engineer Elena Duarte between 1921 and 1924.",
 )
+LABELS = ("person", "company", "location or country")
 MASKED = (
     "The {mask} of the museum is closed on Mondays.",
     "{mask} carried the {mask} up the stairs and did not say a word, although it was heavy.",
@@ -38,8 +47,22 @@ def golden_encodings(encoder: Encoder, heads: Mapping[str, Head]) -> list[Window
     For fill-mask heads, texts with mask tokens are added. Raises ValueError where the tokenizer reads no mask token.
     """
     texts = [*TEXTS, LONG * (encoder.max_length // 8), *_masked_texts(encoder, heads)]
-    encoded = [*encoder.texts(texts), *encoder.pairs([PAIR[0]], [PAIR[1]])]
-    return [item.windows[0] for item in encoded]
+    (pair,) = encoder.pairs([PAIR[0]], [PAIR[1]])
+    return [*first_windows(encoder, texts, heads), pair.windows[0]]
+
+
+def first_windows(
+    encoder: Encoder, texts: Sequence[str], heads: Mapping[str, Head]
+) -> list[Window]:
+    """Return the first window of each text; for a zero-shot-ner head with one label more, or with one, in turn."""
+    prompt = next((head.label_prompt for head in heads.values() if head.label_prompt), None)
+    if prompt is None:
+        return [item.windows[0] for item in encoder.texts(texts)]
+    labels = word_ids(encoder, LABELS)
+    return [
+        label_windows(encoder, [text], labels[: 1 + number % len(labels)], prompt)[0].windows[0]
+        for number, text in enumerate(texts)
+    ]
 
 
 def _masked_texts(encoder: Encoder, heads: Mapping[str, Head]) -> list[str]:
@@ -71,13 +94,17 @@ def torch_outputs(model: "EncoderWithHeads", packed: Packed) -> BatchOutputs:
     import torch  # here, because goldens of an external graph need none
 
     from model.attention import PackedLayout
+    from model.heads import WordLabels
 
     arrays = (packed.input_ids, packed.token_type_ids, packed.position_ids)
     inputs = (*map(torch.from_numpy, arrays), PackedLayout.of(packed.layout))
     number = find_mask_token_id(model.described)
     masks = None if number is None else torch.from_numpy(mask_positions(packed, number))
+    of = None
+    if any(head.per_pair for head in model.described.values()):
+        of = WordLabels(*map(torch.from_numpy, word_label_pairs(packed)[:3]))
     with torch.no_grad():
-        outputs = model.eval()(*inputs, positions=masks)
+        outputs = model.eval()(*inputs, positions=masks, of=of)
     return {name: value.numpy().astype(np.float32) for name, value in outputs.items()}
 
 

@@ -18,7 +18,7 @@ from service.core import bundle
 from service.core.bundle import Bundle, Graph, Memory
 from service.core.cpu import CPU
 from service.core.encode import Window
-from service.core.packing import MOST_MASKS, Packed, pack, round_up
+from service.core.packing import Packed, fill_rows, pack, round_up
 from service.core.session import (
     RUNTIME_ERRORS,
     TRIAL,
@@ -93,8 +93,7 @@ def measure_batches(opened: Bundle, session: Session, with_session: int) -> dict
     golden, length = opened.golden, opened.manifest.max_length
     first = np.zeros(length, dtype=np.intp)
     window = Window(golden.input_ids[first], golden.token_type_ids[first])
-    if opened.manifest.mask_token_id is not None:
-        window.input_ids[:MOST_MASKS] = opened.manifest.mask_token_id
+    window = fill_rows(window, opened.manifest.heads)
     batches: dict[int, int] = {}
     wall = processor = 0.0  # seconds of a token in the batch before
     end = time.thread_time() + BATCHES_S

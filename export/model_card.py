@@ -68,6 +68,8 @@ def _heads(manifest: Manifest) -> str:
 def _meaning(head: Head) -> str:
     if head.labels:
         return ", ".join(head.labels)
+    if head.per_pair:
+        return "entities with the labels of a request"
     if head.per_mask:
         return f"a score of each of {head.vocabulary_size} tokens at a mask token"
     if head.sparse is not None:

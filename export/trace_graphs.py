@@ -24,7 +24,7 @@ from export.passes.fold import fold
 from export.passes.graph_utils import check_model, read_tensor
 from export.passes.joint_gather import join_gathers
 from model.attention import PackedLayout
-from model.heads import EncoderWithHeads
+from model.heads import EncoderWithHeads, WordLabels
 from service.core import bundle, packing
 
 OPSET = 20
@@ -35,7 +35,10 @@ SMALL = 1024  # bytes; smaller tensors stay in the graph, where shape inference 
 PACKED_INPUTS = ["input_ids", "token_type_ids", "position_ids", "lengths", "unpack", "pack"]
 CUDA_INPUTS = [*PACKED_INPUTS[:4], "token_offset", "cu_seqlens"]
 ATTENTION_BIAS = 6  # place among the inputs of PackedMultiHeadAttention
-MASKS = "positions"  # the last input, where a head has a row for each mask token
+MASKS = "positions"  # a further input, where a head has a row for each mask token
+WORD_LABELS = [
+    *WordLabels._fields
+]  # further inputs, where a head has a row for each word and label
 
 
 class PackedGraph(nn.Module):
@@ -54,10 +57,16 @@ class PackedGraph(nn.Module):
         unpack: Tensor,
         pack: Tensor,
         positions: Tensor | None = None,
+        words: Tensor | None = None,
+        labels: Tensor | None = None,
+        pairs: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         layout = PackedLayout(lengths, unpack, pack)
         inputs = (input_ids, token_type_ids, position_ids, layout)
-        return tuple(self.model(*inputs, positions=positions).values())
+        of = None
+        if words is not None and labels is not None and pairs is not None:
+            of = WordLabels(words, labels, pairs)
+        return tuple(self.model(*inputs, positions=positions, of=of).values())
 
 
 class PackedCuda(nn.Module):
@@ -149,14 +158,22 @@ def _trace(
     if any(head.per_mask for head in heads.values()):
         arrays, inputs = [*arrays, np.array([1, 2, 4])], [*inputs, MASKS]
         dims = [*dims, {0: Dim("M")}]
+    if any(head.per_pair for head in heads.values()):
+        words, labels = (
+            np.array([[1, 2, 3], [6, 7, 5], [9, 8, 8]]),
+            np.array([[4, 3], [5, 6], [8, 9]]),
+        )
+        arrays, inputs = [*arrays, words, labels, np.arange(7)], [*inputs, *WORD_LABELS]
+        batch = dims[inputs.index("lengths")][0]
+        dims = [*dims, {0: batch, 1: Dim("W")}, {0: batch, 1: Dim("C")}, {0: Dim("P")}]
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         for name in ("torch.onnx", "onnxscript"):
             logging.getLogger(name).setLevel(logging.ERROR)
         program = torch.onnx.export(
             module.eval(),
-            tuple(map(torch.from_numpy, arrays)),
-            dynamic_shapes=dims,
+            kwargs=dict(zip(inputs, map(torch.from_numpy, arrays), strict=True)),
+            dynamic_shapes=dict(zip(inputs, dims, strict=True)),
             input_names=inputs,
             output_names=[f"output.{name}" for name in outputs],
             opset_version=OPSET,

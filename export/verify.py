@@ -155,6 +155,8 @@ def _same(head: Head, a: np.ndarray, b: np.ndarray) -> float:
         single or head.problem_type == "multi_label_classification"
     ):
         return float(np.mean((a > 0) == (b > 0)))
+    if head.per_pair:
+        return float(np.mean((a > 0) == (b > 0)))
     axis = 0 if head.task == "qa" else -1  # which token starts and ends; which label
     return float(np.mean(a.argmax(axis=axis) == b.argmax(axis=axis)))
 

@@ -9,10 +9,12 @@ Shapes as in `model/bert.py`: T tokens, B sequences, H hidden, C labels, M maske
 """
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from model.attention import PackedLayout, to_slots
 from model.bert import MaskedLM, NextSentence, Pooler
@@ -146,6 +148,154 @@ class TokenWeights(nn.Module):
         return F.relu(self.linear(hidden_states))  # [T, 1]
 
 
+class WordLabels(NamedTuple):
+    """`service.core.packing.Pairs` as tensors."""
+
+    words: Tensor  # [B, W]
+    labels: Tensor  # [B, C]
+    pairs: Tensor  # [P]
+
+
+class WordLSTM(nn.Module):
+    """A bidirectional LSTM over the words of each sequence."""
+
+    def __init__(self, width: int, layers: int):
+        super().__init__()
+        self.lstm = nn.LSTM(width, width // 2, layers, batch_first=True, bidirectional=True)
+
+    def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
+        """`[B, W, D]` and the words of each sequence, `[B]` -> `[B, W, D]`."""
+        if torch.onnx.is_in_onnx_export():
+            return self._onnx(words, lengths)
+        packed = pack_padded_sequence(words, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        output, _ = self.lstm(packed)
+        return pad_packed_sequence(output, batch_first=True, total_length=words.shape[1])[0]
+
+    def _onnx(self, words: Tensor, lengths: Tensor) -> Tensor:
+        """One node for each layer, which has the gates in another order."""
+        x, half = words.transpose(0, 1), self.lstm.hidden_size  # [W, B, D], D / 2
+        for layer in range(self.lstm.num_layers):
+            of_kind = {
+                kind: torch.stack(
+                    [self._gates(f"{kind}_l{layer}{suffix}") for suffix in ("", "_reverse")]
+                )
+                for kind in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+            }  # [2, 2 D, D or D / 2], or [2, 2 D]
+            bias = torch.cat([of_kind["bias_ih"], of_kind["bias_hh"]], dim=1)  # [2, 4 D]
+            y = torch.onnx.ops.symbolic(
+                "LSTM",
+                [x, of_kind["weight_ih"], of_kind["weight_hh"], bias, lengths.to(torch.int32)],
+                {"hidden_size": half, "direction": "bidirectional"},
+                dtype=x.dtype,
+                shape=(x.shape[0], 2, x.shape[1], half),
+            )  # [W, 2, B, D / 2]
+            x = y.transpose(1, 2).flatten(2)  # [W, B, D]
+        return x.transpose(0, 1)  # [B, W, D]
+
+    def _gates(self, name: str) -> Tensor:
+        """Return a parameter with the gates in ONNX's order: input, output, forget, cell."""
+        enter, forget, cell, leave = getattr(self.lstm, name).chunk(4)
+        return torch.cat([enter, leave, forget, cell])
+
+
+class SpanScores(nn.Module):
+    """Logits of the spans that begin at a word, for a label (GLiNER's markerV0, Zaratiana et al. 2023)."""
+
+    def __init__(self, width: int, max_width: int):
+        super().__init__()
+        self.max_width = max_width
+        self.project_start, self.project_end = _widened(width, width), _widened(width, width)
+        self.out_project, self.prompt = _widened(2 * width, width), _widened(width, width)
+
+    def forward(self, words: Tensor, lengths: Tensor, labels: Tensor, pairs: Tensor) -> Tensor:
+        """`[B, W, D]`, the words of each sequence `[B]`, `[B, C, D]` and `[P]` -> `[P, K]`.
+
+        The first layer of `out_project` is computed for each word, not for each span. The second one is applied to the
+        labels, because the logit is its output's product with the label.
+        """
+        first, second = self.out_project[0], self.out_project[-1]
+        of_start, of_end = first.weight.chunk(2, dim=1)  # [4 D, D] each
+        starts = F.linear(F.relu(self.project_start(words)), of_start, first.bias)  # [B, W, 4 D]
+        ends = F.linear(F.relu(self.project_end(words)), of_end)  # [B, W, 4 D]
+        # A span beyond the last word has no meaning, and must not depend on the padding.
+        count = words.shape[1]
+        is_word = torch.arange(count, device=words.device) < lengths[:, None]  # [B, W]
+        ends = ends * is_word[..., None]
+        ends = F.pad(ends, (0, 0, 0, self.max_width))  # [B, W + K, 4 D]
+        prompts = self.prompt(labels)  # [B, C, D]
+        keys = (prompts @ second.weight).transpose(1, 2)  # [B, 4 D, C]
+        bias = (prompts @ second.bias)[:, None]  # [B, 1, C]
+        scores = [
+            F.relu(starts + ends[:, more : more + count]) @ keys + bias  # [B, W, C]
+            for more in range(self.max_width)
+        ]
+        return torch.stack(scores, dim=-1).flatten(0, 2).index_select(0, pairs)  # [P, K]
+
+
+class TokenScores(nn.Module):
+    """Logits of a word as the first, the last and any word of an entity with a label (GLiNER's token level)."""
+
+    PART = 256  # of the inner layer that is in memory for all pairs at once
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.proj_token, self.proj_label = (nn.Linear(width, 2 * width) for _ in range(2))
+        self.out_mlp = nn.Sequential(
+            nn.Linear(3 * width, 4 * width), nn.Identity(), nn.ReLU(), nn.Linear(4 * width, 3)
+        )
+
+    def forward(self, words: Tensor, lengths: Tensor, labels: Tensor, pairs: Tensor) -> Tensor:
+        """`[B, W, D]`, the words of each sequence `[B]`, `[B, C, D]` and `[P]` -> `[P, 3]`."""
+        each, count = words.shape[1] * labels.shape[1], labels.shape[1]  # W * C, C
+        word_of = pairs // count  # [P], of B * W
+        label_of = pairs // each * count + pairs - word_of * count  # [P], of B * C
+        word, word_factor = self.proj_token(words).flatten(0, 1).chunk(2, dim=-1)  # [B * W, D]
+        label, label_factor = self.proj_label(labels).flatten(0, 1).chunk(2, dim=-1)  # [B * C, D]
+        first, second = self.out_mlp[0], self.out_mlp[-1]
+        of_word, of_label, of_product = first.weight.chunk(3, dim=1)  # [4 D, D] each
+        from_word = F.linear(word, of_word, first.bias)  # [B * W, 4 D]
+        from_label = F.linear(label, of_label)  # [B * C, 4 D]
+        factors = word_factor.index_select(0, word_of), label_factor.index_select(0, label_of)
+        product, logits = factors[0] * factors[1], second.bias  # [P, D]
+        for start in range(0, len(first.weight), self.PART):
+            part = slice(start, start + self.PART)
+            inner = from_word[:, part].index_select(0, word_of)  # [P, PART]
+            inner = inner + from_label[:, part].index_select(0, label_of)
+            inner = F.relu(inner + F.linear(product, of_product[part]))
+            logits = logits + F.linear(inner, second.weight[:, part])  # [P, 3]
+        return logits
+
+
+def _widened(inputs: int, outputs: int) -> nn.Sequential:
+    """Two layers, with the indices that their weights have in GLiNER's checkpoints: 0 and 3."""
+    inner = nn.Linear(inputs, 4 * outputs)
+    return nn.Sequential(inner, nn.ReLU(), nn.Identity(), nn.Linear(4 * outputs, outputs))
+
+
+class WordLabelScores(nn.Module):
+    """Logits of each word with each label of its sequence, for entities with labels of a request (GLiNER)."""
+
+    def __init__(self, inputs: int, width: int, rnn_layers: int, max_width: int | None):
+        super().__init__()
+        self.projection = nn.Linear(inputs, width) if inputs != width else nn.Identity()
+        self.rnn = WordLSTM(width, rnn_layers) if rnn_layers else None
+        self.scores = SpanScores(width, max_width) if max_width else TokenScores(width)
+
+    def forward(self, hidden_states: Tensor, of: WordLabels) -> Tensor:
+        """`[T, H]` -> `[P, K]`. K: `max_width`, or 3"""
+        words, labels = (
+            self.projection(hidden_states.index_select(0, index.reshape(-1))).unflatten(
+                0, index.shape
+            )
+            for index in (of.words, of.labels)
+        )  # [B, W, D], [B, C, D]
+        # Padding has the index of the sequence's first token, which is smaller than a word's.
+        lengths = 1 + (of.words[:, 1:] > of.words[:, :-1]).sum(dim=1)  # [B]
+        if self.rnn is not None:
+            words = self.rnn(words, lengths)
+        return self.scores(words, lengths, labels, of.pairs)  # [P, K]
+
+
 def make_head(config: BertConfig, head: bundle.Head) -> nn.Module:
     """Return a new head for its description in a manifest."""
     make = family_of(config).make_heads.get(head.task)
@@ -172,6 +322,10 @@ def make_head(config: BertConfig, head: bundle.Head) -> nn.Module:
             return SparseEmbedding(make_masked_lm(config))
         case "hidden-states":
             return HiddenStates()
+        case "zero-shot-ner":
+            width = config.hidden_size
+            max_width = head.label_prompt.max_width if head.label_prompt else None
+            return WordLabelScores(width, width, 0, max_width)
 
 
 def make_masked_lm(config: BertConfig) -> nn.Module:
@@ -203,11 +357,18 @@ class EncoderWithHeads(nn.Module):
         layout: PackedLayout,
         heads: list[str] | None = None,
         positions: Tensor | None = None,
+        of: WordLabels | None = None,
     ) -> dict[str, Tensor]:
-        """Return these heads' outputs, [B, C], [T, C] or [M, V]; positions: packed indices of mask tokens, [M]."""
+        """Return these heads' outputs, [B, C], [T, C], [M, V] or [P, K].
+
+        positions: packed indices of mask tokens, [M]
+        of: words and labels of zero-shot-ner heads, whose `token_type_ids` mark them and are not for the encoder
+        """
+        if of is not None:
+            token_type_ids = torch.zeros_like(token_type_ids)  # [T]
         hidden_states = self.encoder(input_ids, token_type_ids, position_ids, layout)  # [T, H]
         names = self.described if heads is None else heads
-        inputs = (hidden_states, input_ids, layout, positions)
+        inputs = (hidden_states, input_ids, layout, positions, of)
         return {name: self._output(name, *inputs) for name in names}
 
     def _output(
@@ -217,8 +378,11 @@ class EncoderWithHeads(nn.Module):
         input_ids: Tensor,
         layout: PackedLayout,
         positions: Tensor | None,
+        of: WordLabels | None,
     ) -> Tensor:
         head, words = self.heads[name], self.encoder.embeddings.word.weight  # [V, E]
+        if isinstance(head, WordLabelScores):
+            return head(hidden_states, of)  # [P, K]
         if isinstance(head, SparseEmbedding):
             return head(hidden_states, words.to(hidden_states.dtype), layout)  # [B, V]
         if getattr(head, "reads_ids", False):

@@ -15,6 +15,7 @@ from torch import nn
 
 from model.checkpoints.bge_heads import read_further_heads
 from model.checkpoints.errors import CheckpointError
+from model.checkpoints.gliner import is_gliner, load_gliner
 from model.checkpoints.head_config import (
     Pooling,
     is_cross_encoder,
@@ -103,7 +104,7 @@ def read_source(name: str | Path, task: Task | None = None) -> Source:
         model = _read_model(folder, task)
         tokenizer = read_tokenizer(folder)
     check_rows(folder, tokenizer, model.config.vocab_size)
-    return Source(folder, model, tokenizer, read_max_length(folder))
+    return Source(folder, model, tokenizer, read_max_length(folder, model.config.max_length))
 
 
 def _static_source(folder: Path, task: Task | None) -> Source:
@@ -121,6 +122,8 @@ def _static_source(folder: Path, task: Task | None) -> Source:
 
 
 def _read_model(folder: Path, task: Task | None) -> EncoderWithHeads:
+    if is_gliner(folder):
+        return load_gliner(folder)
     if not (folder / "modules.json").is_file():
         return load_model(folder, task)
     own: Task = "classification" if is_cross_encoder(folder) else "embedding"
@@ -145,9 +148,12 @@ def tokenizer_file(folder: Path, output: Path) -> Path:
     return write_tokenizer(encoder_folder(folder), read_tokenizer(folder), output)
 
 
-def read_max_length(folder: Path) -> int:
-    """Return the maximum length in tokens: the declared one, at most the number of positions."""
-    positions = read_config(folder).max_length
+def read_max_length(folder: Path, positions: int | None = None) -> int:
+    """Return the maximum length in tokens: the declared one, at most the number of positions of the encoder.
+
+    positions: None to read them
+    """
+    positions = positions or read_config(folder).max_length
     declared = read_declared_length(folder)
     if is_multi_vector(folder):
         lengths = [length or declared or positions for length in read_text_lengths(folder)]

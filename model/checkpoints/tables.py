@@ -9,11 +9,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 from model.checkpoints.config_table import CONFIG_TABLES, unknown_settings
-from model.checkpoints.json_files import read_object
+from model.checkpoints.json_files import read_optional_object
 from model.checkpoints.sentence_config import (
     SENTENCE_TABLES,
     encoder_folder,
-    static_folder,
     unknown_sentence_settings,
 )
 from model.checkpoints.settings_table import SettingsFile, render_table
@@ -47,8 +46,7 @@ def insert(text: str, table: str) -> str:
 def unread_settings(folder: Path) -> str:
     """Return the settings that no library reads: `config.json: a, b; 1_Pooling/config.json: c`. Empty for none."""
     path = encoder_folder(folder) / "config.json"
-    static = static_folder(folder) is not None
-    names = {} if static else {str(path.relative_to(folder)): unknown_settings(read_object(path))}
+    names = {str(path.relative_to(folder)): unknown_settings(read_optional_object(path))}
     names |= unknown_sentence_settings(folder)
     return "; ".join(f"{file}: {', '.join(unknown)}" for file, unknown in names.items() if unknown)
 

@@ -50,6 +50,7 @@ Task = Literal[
     "late-interaction",
     "sparse-embedding",
     "hidden-states",  # of the shared encoder, for the heads of other bundles
+    "zero-shot-ner",
 ]
 Precision = Literal["fp32", "fp16", "int8"]
 GraphLayout = Literal["packed", "portable", "padded", "alone"]
@@ -87,6 +88,7 @@ INPUTS = frozenset(
     {
         *("input_ids", "token_type_ids", "position_ids", "attention_mask", "lengths"),
         *("unpack", "pack", "token_offset", "cu_seqlens", "positions"),
+        *("words", "labels", "pairs"),
     }
 )
 
@@ -155,6 +157,21 @@ class Sparse(_Record):
     skip_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
 
 
+class LabelPrompt(_Record):
+    """How a zero-shot-ner head (GLiNER) reads the labels of a request, and what its scores mean.
+
+    label_token_id, separator_id: tokens before each label, and after the last one
+    after_label_token: whether a label's vector is that of the token after `label_token_id`, and not of that token
+    max_width: words of the longest span, each of whose widths has a score at its first word; None for scores of each
+        word as the first, the last and any word of an entity
+    """
+
+    label_token_id: int = Field(ge=0)
+    separator_id: int = Field(ge=0)
+    after_label_token: bool = False
+    max_width: int | None = Field(default=None, ge=1, le=64)
+
+
 class Head(_Record):
     """The task and the decoding parameters of one output of the graph.
 
@@ -179,6 +196,7 @@ class Head(_Record):
     vocabulary_size: int | None = Field(default=None, ge=1)
     late_interaction: LateInteraction | None = None
     sparse: Sparse | None = None
+    label_prompt: LabelPrompt | None = None
     demo: bool = False
     calibration_temperature: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     pair_prompt: str | None = None
@@ -214,6 +232,10 @@ class Head(_Record):
             raise ValueError("a sparse-embedding head needs sparse and its vocabulary_size")
         if self.sparse is not None and self.task != "sparse-embedding":
             raise ValueError(f"sparse: not for a head of the task {self.task}")
+        if (self.label_prompt is None) == (self.task == "zero-shot-ner"):
+            raise ValueError(
+                "label_prompt: a zero-shot-ner head needs it, and no other head has it"
+            )
         if self.per_mask and (self.mask_token_id is None or self.vocabulary_size is None):
             raise ValueError("a fill-mask head needs its mask_token_id and its vocabulary_size")
         return self
@@ -298,6 +320,8 @@ class Head(_Record):
         """Numbers per row of the head's output."""
         if self.sparse is not None and self.sparse.source == "tokens":
             return 1
+        if self.label_prompt is not None:
+            return self.label_prompt.max_width or 3
         sizes = (len(self.labels), self.dimensions, self.vocabulary_size)
         return 2 if self.task == "qa" else next(filter(None, sizes), 0)
 
@@ -311,6 +335,11 @@ class Head(_Record):
     def per_mask(self) -> bool:
         """Whether the output has a row for each mask token, see `packing.mask_positions`."""
         return self.task == "fill-mask"
+
+    @property
+    def per_pair(self) -> bool:
+        """Whether the output has a row for each word with each label, see `packing.word_label_pairs`."""
+        return self.label_prompt is not None
 
     @property
     def gives_vectors(self) -> bool:
@@ -496,6 +525,8 @@ class Manifest(_Record):
         for name, head in self.heads.items():
             if head.late_interaction is not None:
                 self._check_late_interaction(name, head.late_interaction)
+            if head.label_prompt is not None:
+                self._check_label_prompt(name, head.label_prompt)
         missing = set(self.precisions) - set(self.goldens.tolerance)
         if missing:
             raise ValueError(f"no golden tolerance for {sorted(missing)}")
@@ -528,6 +559,13 @@ class Manifest(_Record):
     def mask_token_id(self) -> int | None:
         """The mask token's id of all fill-mask heads; None without such a head."""
         return find_mask_token_id(self.heads)
+
+    def _check_label_prompt(self, name: str, prompt: LabelPrompt) -> None:
+        rows = self.vocabulary.size
+        if max(prompt.label_token_id, prompt.separator_id) >= rows:
+            raise ValueError(f"{name}: a token id is not below the size of the vocabulary, {rows}")
+        if len(self.heads) > 1:  # token types mark words and labels, and are no segments
+            raise ValueError(f"{name}: a zero-shot-ner head must be the only one of its bundle")
 
     def _check_late_interaction(self, name: str, late: LateInteraction) -> None:
         for field in ("query_length", "document_length", "query_expansion"):

@@ -299,7 +299,7 @@ def _merge_tokens(windows: Sequence[Encoding]) -> tuple[Ints, Ints]:
     """Return the rows of `_tokens` of the first text in all windows, `[n, 4]`, and which to read per token `[t]`."""
     rows = [np.flatnonzero(window.sequence == 0) for window in windows]
     tokens = _tokens(windows, rows)
-    return np.concatenate(tokens), _most_context([len(row) for row in rows], _shifts(tokens))
+    return np.concatenate(tokens), most_context([len(row) for row in rows], _shifts(tokens))
 
 
 def _tokens(windows: Sequence[Encoding], rows: Sequence[Ints]) -> list[Ints]:
@@ -319,7 +319,7 @@ def _shifts(windows: Sequence[Ints]) -> list[int]:
     return shifts
 
 
-def _most_context(sizes: Sequence[int], shifts: Sequence[int]) -> Ints:
+def most_context(sizes: Sequence[int], shifts: Sequence[int]) -> Ints:
     """Return, for each token of the text, the row of the concatenated windows from which to read it.
 
     The ends of the text need no exception. In the first window, a token is farther from the window's

@@ -272,7 +272,7 @@ class Encoder:
         size = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both))
         first, rest = ids[:size], ids[size:]
         capacity = self._capacity - size
-        cuts = _cuts(len(rest), capacity, min(stride, capacity // 2), "window")
+        cuts = cut(len(rest), capacity, min(stride, capacity // 2), "window")
         return tuple(_frame_ids(self._single, [*first, *rest[cut]]) for cut in cuts)
 
     def _prompt_ids(self, prompt: str) -> list[int]:
@@ -294,6 +294,11 @@ class Encoder:
         return self._capacity // 2
 
     @property
+    def single_frame(self) -> tuple[NDArray[np.int64], ...]:
+        """The special tokens before and after a single text."""
+        return self._single.ids
+
+    @property
     def _capacity(self) -> int:
         """The tokens of a single text that fit in a window, without special tokens."""
         return self.max_length - self._single.size
@@ -306,7 +311,7 @@ class Encoder:
         if truncate is False:
             self._refuse([index for index, length in enumerate(lengths) if length > capacity])
         return [
-            (_cuts(length, capacity, stride, truncate), truncate is True and length > capacity)
+            (cut(length, capacity, stride, truncate), truncate is True and length > capacity)
             for length in lengths
         ]
 
@@ -353,7 +358,7 @@ class Encoder:
             cut_off = len(question) > len(asked) or (truncate is True and len(context) > capacity)
             if truncate is False and (cut_off or len(context) > capacity):
                 too_long.append(index)
-            cuts = _cuts(len(context), capacity, min(stride, capacity // 2), truncate)
+            cuts = cut(len(context), capacity, min(stride, capacity // 2), truncate)
             windows = tuple(_build(self._pair, (asked, context[cut])) for cut in cuts)
             encoded.append(Encoded(windows, cut_off))
         self._refuse(too_long, f", or a question than {max_query_tokens}")
@@ -391,7 +396,7 @@ class Encoder:
             if truncate == "window" and is_long:
                 kept = one[: capacity // 2]
                 room = capacity - len(kept)
-                cuts = _cuts(len(ids), room, min(stride, room // 2), truncate)
+                cuts = cut(len(ids), room, min(stride, room // 2), truncate)
                 pairs = [(kept, ids[cut]) for cut in cuts]
                 found.append(self._cut(pairs, len(kept) < length))
             else:
@@ -435,7 +440,7 @@ class Encoder:
                 before = sum(end <= len(prefix) for end in ends)
                 before = min(before, capacity // 2)
                 room = capacity - before
-                cuts = _cuts(len(ids) - before, room, min(stride, room // 2), truncate)
+                cuts = cut(len(ids) - before, room, min(stride, room // 2), truncate)
                 parts = [ids[:before] + ids[before:][cut] for cut in cuts]
             else:
                 parts = [ids[:capacity]]
@@ -522,7 +527,7 @@ def _shorten(encodings: Iterable[tokenizers.Encoding], needed: int | None) -> No
             encoding.truncate(needed)
 
 
-def _cuts(size: int, capacity: int, stride: int, truncate: Truncate) -> list[slice]:
+def cut(size: int, capacity: int, stride: int, truncate: Truncate) -> list[slice]:
     """Return the cuts of `size` tokens into windows of `capacity` tokens that share `stride`; at least one cut."""
     if truncate != "window" or size <= capacity:
         return [slice(0, capacity)]

@@ -5,15 +5,15 @@ A batch of B sequences with T tokens in all is never a padded rectangle. All lay
 on the lengths.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from service.core.bundle import Head
+from service.core.bundle import Head, find_mask_token_id
 from service.core.encode import Window
 
 # Rows of a head over the vocabulary for each sequence. The limit bounds the memory of a batch.
@@ -22,6 +22,10 @@ MOST_MASKS = 32
 # another order. Without a remainder, a text's attention does not depend on the longest text of its batch. CUDA's
 # memory-efficient attention requires a multiple of 8 for a bias.
 SLOT_MULTIPLE = 16
+
+# The token types of a window for a zero-shot-ner head, in place of the tokenizer's: the first token of each word of the
+# text, and the token whose vector is a label's.
+WORD, LABEL = 1, 2
 
 Ints = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -122,10 +126,63 @@ def mask_positions(packed: Packed, mask_token_id: int) -> Ints:
     return found[np.arange(len(found)) - firsts[sequence] < MOST_MASKS]
 
 
-def count_masks(window: Window, heads: Iterable[Head]) -> int:
-    """Return how many mask tokens of a window get logits of the vocabulary for these heads."""
+def count_masks(window: Window, heads: Collection[Head]) -> int:
+    """Return how many mask tokens, or pairs of words and labels, of a window these heads compute a row for."""
     ids = {head.mask_token_id for head in heads if head.mask_token_id is not None}
-    return sum(min(int(np.count_nonzero(window.input_ids == mask)), MOST_MASKS) for mask in ids)
+    masks = sum(min(int(np.count_nonzero(window.input_ids == mask)), MOST_MASKS) for mask in ids)
+    if not any(head.per_pair for head in heads):
+        return masks
+    words, labels = (int(np.count_nonzero(window.token_type_ids == mark)) for mark in (WORD, LABEL))
+    return masks + words * labels
+
+
+class Pairs(NamedTuple):
+    """The pairs of a batch's words and labels, for zero-shot-ner heads.
+
+    words   [B, W]  packed index of each word's first token; after a sequence's last word that of its first token
+    labels  [B, C]  packed index of each label's token, padded in the same way
+    pairs   [P]     flat place in `[B, W, C]` of each word with each label of its own sequence, words first
+    starts  [B + 1] where each sequence's pairs start; the last entry is P
+    """
+
+    words: Ints
+    labels: Ints
+    pairs: Ints
+    starts: Ints
+
+
+def word_label_pairs(packed: Packed) -> Pairs:
+    """Return the pairs of the words and labels that a batch's token types mark."""
+    firsts = packed.layout.cu_seqlens[:-1]
+    slots, real = [], []
+    for mark in (WORD, LABEL):
+        found = np.flatnonzero(packed.token_type_ids == mark)
+        starts = np.searchsorted(found, packed.layout.cu_seqlens)
+        counts = np.diff(starts)
+        is_real = np.arange(max(counts.max(), 1)) < counts[:, None]
+        places = np.repeat(firsts[:, None].astype(np.int64), is_real.shape[1], axis=1)
+        places[is_real] = found
+        slots.append(places)
+        real.append(is_real)
+    pairs = np.flatnonzero(real[0][:, :, None] & real[1][:, None, :])
+    counts = real[0].sum(axis=1) * real[1].sum(axis=1)
+    return Pairs(slots[0], slots[1], pairs, np.append(0, np.cumsum(counts)))
+
+
+def fill_rows(window: Window, heads: Mapping[str, Head]) -> Window:
+    """Return a window with about as many mask tokens, or pairs of words and labels, as the heads compute.
+
+    Labels of two tokens each take half of it.
+    """
+    ids, types = window.input_ids.copy(), window.token_type_ids.copy()
+    mask = find_mask_token_id(heads)
+    if mask is not None:
+        ids[:] = mask
+    if any(head.per_pair for head in heads.values()):
+        half = len(types) // 2
+        types[:half:2] = LABEL
+        types[half:] = WORD
+    return Window(ids, types)
 
 
 def row_starts(packed: Packed, heads: Mapping[str, Head]) -> dict[str, Ints | Int32s]:
@@ -137,6 +194,8 @@ def row_starts(packed: Packed, heads: Mapping[str, Head]) -> dict[str, Ints | In
             starts[name] = ends
         elif head.mask_token_id is not None:
             starts[name] = np.searchsorted(mask_positions(packed, head.mask_token_id), ends)
+        elif head.per_pair:
+            starts[name] = word_label_pairs(packed).starts
     return starts
 
 

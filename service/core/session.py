@@ -30,10 +30,12 @@ from service.core.packing import (
     SLOT_MULTIPLE,
     Ints,
     Packed,
+    Pairs,
     each,
     make_layout,
     mask_positions,
     positions,
+    word_label_pairs,
 )
 
 # ONNX Runtime reads this variable once, while it is loaded, and sends telemetry unless it is "1". Therefore no other
@@ -180,6 +182,8 @@ class Session:
         self._mask_token_id = bundle.manifest.mask_token_id
         if self._mask_token_id is not None and "positions" not in self._inputs:
             raise BundleError(bundle.path, f"{graph.file} has a fill-mask head without `positions`")
+        if any(head.per_pair for head in self.heads.values()) and "pairs" not in self._inputs:
+            raise BundleError(bundle.path, f"{graph.file} has a zero-shot-ner head without `pairs`")
 
     def tolerance_of(self, manifest: Manifest) -> Tolerance:
         """Return the tolerance of a bundle's goldens where this session computes its heads or their states."""
@@ -204,12 +208,14 @@ class Session:
     def run(self, packed: Packed, heads: Collection[str] = ()) -> BatchOutputs:
         """Compute the outputs of these heads, or of all if empty.
 
-        Returns `[B, ...]` per sequence, `[T, ...]` per token, and `[M, V]` per mask token (`mask_positions`).
+        Returns `[B, ...]` per sequence, `[T, ...]` per token, `[M, V]` per mask token (`mask_positions`), and
+        `[P, ...]` per word and label (`word_label_pairs`).
         """
         outputs = [name for name in self._outputs if name in heads] if heads else self._outputs
         if self.graph.layout == "packed":
             masks = self._masks(packed, outputs)
-            return self._run(packed_feeds(packed, self._inputs), outputs, masks)
+            feeds = packed_feeds(packed, self._inputs)
+            return self._run(feeds, outputs, masks, self._pairs(packed))
         if self.graph.layout == "alone":
             return self._run_each(packed, outputs)
         return self._run_padded(packed, outputs)
@@ -221,12 +227,13 @@ class Session:
 
     def _run_padded(self, packed: Packed, outputs: Sequence[str]) -> BatchOutputs:
         slots = packed.layout.unpack.size
-        masks = packed.layout.pack[self._masks(packed, outputs)]
+        to_slot = packed.layout.pack
+        masks, pairs = to_slot[self._masks(packed, outputs)], self._pairs(packed)
+        if pairs is not None:
+            pairs = pairs._replace(words=to_slot[pairs.words], labels=to_slot[pairs.labels])
         return {
-            name: value.reshape(slots, -1)[packed.layout.pack]
-            if self.heads[name].per_token
-            else value
-            for name, value in self._run(padded_feeds(packed), outputs, masks).items()
+            name: value.reshape(slots, -1)[to_slot] if self.heads[name].per_token else value
+            for name, value in self._run(padded_feeds(packed), outputs, masks, pairs).items()
         }
 
     def _masks(self, packed: Packed, outputs: Sequence[str]) -> Ints:
@@ -235,18 +242,29 @@ class Session:
             return np.zeros(0, np.int64)
         return mask_positions(packed, self._mask_token_id)
 
-    def _run(self, feeds: Feeds, outputs: Sequence[str], masks: Ints) -> BatchOutputs:
-        """Run the graph. masks: the indices of the mask tokens in the graph's own layout, `[M]`"""
+    def _pairs(self, packed: Packed) -> Pairs | None:
+        """Return the pairs of words and labels; None for a graph without a zero-shot-ner head."""
+        return word_label_pairs(packed) if "pairs" in self._inputs else None
+
+    def _run(
+        self, feeds: Feeds, outputs: Sequence[str], masks: Ints, pairs: Pairs | None
+    ) -> BatchOutputs:
+        """Run the graph. masks: the indices of the mask tokens in the graph's own layout, `[M]`; pairs: likewise"""
         # A kernel may not run on no rows: without a mask token, the first token's row is computed and dropped.
         feeds["positions"] = masks if len(masks) else np.zeros(1, np.int64)
+        if pairs is not None:
+            feeds |= pair_feeds(pairs)
         # A graph has only the inputs that it needs: a model without segments has no `token_type_ids`.
         needed = {name: value for name, value in feeds.items() if name in self._inputs}
         options = self._only_fetched if len(outputs) < len(self._outputs) else self._all
         values = self._session.run(outputs, needed, options)
-        return {
-            name: value[: len(masks)] if self.heads[name].per_mask else value
-            for name, value in zip(outputs, values, strict=True)
-        }
+        by_name = dict(zip(outputs, values, strict=True))
+        for name in outputs:
+            if self.heads[name].per_mask:
+                by_name[name] = by_name[name][: len(masks)]
+            elif pairs is not None and self.heads[name].per_pair:
+                by_name[name] = by_name[name][: len(pairs.pairs)]
+        return by_name
 
     def check(self, bundle: Bundle) -> None:
         """Recompute the goldens on this machine. Raises BundleError when the outputs disagree."""
@@ -261,6 +279,10 @@ class Session:
         whole = make_layout(lengths)
         every = Packed(golden.input_ids, golden.token_type_ids, positions(whole), whole)
         masks = self._masks(every, self._outputs)  # [M]
+        pairs = self._pairs(every)
+        of_pair = (
+            sequence if pairs is None else np.repeat(np.arange(len(lengths)), np.diff(pairs.starts))
+        )
         outputs: BatchOutputs = {}
         for rows in (longest, ~longest):
             if not rows.any():
@@ -271,6 +293,7 @@ class Session:
             for name, value in self.run(Packed(ids, types, positions(layout), layout)).items():
                 head = self.heads[name]
                 places = tokens if head.per_token else tokens[masks] if head.per_mask else rows
+                places = rows[of_pair] if head.per_pair else places
                 outputs.setdefault(name, np.zeros((len(places), *value.shape[1:]), value.dtype))
                 outputs[name][places] = value
         return outputs
@@ -291,6 +314,12 @@ def packed_feeds(packed: Packed, inputs: Collection[str]) -> Feeds:
     if "token_offset" in inputs:
         feeds["token_offset"] = layout.token_offset()
     return feeds
+
+
+def pair_feeds(pairs: Pairs) -> Feeds:
+    """Return the inputs of a graph with a zero-shot-ner head, of which the first pair is dropped if it has none."""
+    one = pairs.pairs if len(pairs.pairs) else np.zeros(1, np.int64)
+    return {"words": pairs.words, "labels": pairs.labels, "pairs": one}
 
 
 def padded_feeds(packed: Packed) -> Feeds:

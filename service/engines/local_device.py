@@ -27,7 +27,7 @@ from service.core.bundle import (
 from service.core.cpu import CPU
 from service.core.device_kind import DeviceKind, Slots
 from service.core.encode import Window
-from service.core.packing import SLOT_MULTIPLE, count_masks, pack, row_starts, split
+from service.core.packing import SLOT_MULTIPLE, count_masks, fill_rows, pack, row_starts, split
 from service.core.session import (
     RUNTIME_ERRORS,
     Session,
@@ -131,7 +131,7 @@ class Runner:
         return self._golden_states[1]
 
     def count_masks(self, window: Window, heads: Heads = ()) -> int:
-        """Return how many mask tokens of a window get logits of the vocabulary for these heads, or all if empty."""
+        """Return how many mask tokens, or pairs of words and labels, these heads compute, or all heads if empty."""
         computed = [self._heads[name] for name in heads or self._heads if name in self._heads]
         return count_masks(window, computed)
 
@@ -164,13 +164,11 @@ class Runner:
     def _measure_masks(
         self, run: Callable[[Sequence[Window]], object], max_length: int
     ) -> list[Sample]:
-        """Time one input of mask tokens, the faster of two runs; nothing without a fill-mask head."""
-        mask_token_id = self._bundle.manifest.mask_token_id
-        if mask_token_id is None:
-            return []
+        """Time one input of mask tokens, or words and labels, the faster of two runs; nothing if no head has them."""
         length = min(MASKED_LENGTH, max_length)
-        window = self._build(length)
-        window = replace(window, input_ids=np.full_like(window.input_ids, mask_token_id))
+        window = fill_rows(self._build(length), self._heads)
+        if not self.count_masks(window):
+            return []
         seconds = min(time_run(run, [window]) for _ in range(2))
         return [Sample(length, 1, length, seconds, self.count_masks(window))]
 
