@@ -22,6 +22,7 @@ SERVICE = {
     "fill-mask": {"tasks.mask_filling", "api.schemas"},
     "sparse-embedding": {"tasks.sparse_embedding", "tasks.reranking", "api.schemas"},
     "hidden-states": set(),  # no endpoint: the heads of other bundles read it
+    "zero-shot-ner": {"tasks.labelled_entities"},
 }
 EVERY_TASK = {"core.bundle"}
 SEVERAL_TASKS = {
@@ -46,6 +47,7 @@ ELSEWHERE = {
     "hidden-states": {
         *("model.heads", "model.data.head_rows", "export.arguments", "export.from_checkpoint"),
     },
+    "zero-shot-ner": {"model.heads", "model.checkpoints.gliner"},
     "sparse-embedding": {
         *("model.heads", "model.families.spec", "model.checkpoints.reader"),
         *("model.checkpoints.source", "model.checkpoints.bge_heads"),

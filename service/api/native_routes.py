@@ -116,7 +116,7 @@ async def ner(request: Request) -> Response:
     """The named entities of each text, with their places in it."""
     call = await receive_call(request, NerRequest)
     key = "entity" if call.body.aggregation_strategy == "none" else "entity_group"
-    return await call.answer(call.body, "result", each(partial(entity, key)))
+    return await call.answer(call.body.labelled or call.body, "result", each(partial(entity, key)))
 
 
 @router.post("/qa", **openapi.task(QaRequest, QaResponse))

@@ -28,6 +28,7 @@ from service.tasks.fields import (
     Texts,
     check_aligned,
 )
+from service.tasks.labelled_entities import THRESHOLD, LabelledEntities, Labels, Threshold
 from service.tasks.late_interaction import TokenEmbedding
 from service.tasks.mask_filling import MaskFilling
 from service.tasks.question_answering import QaOptions
@@ -128,6 +129,38 @@ class ClassifyRequest(HeadRequest, Classification):
 
 class NerRequest(HeadRequest, EntityRecognition):
     task = "ner"
+    text_fields = ("inputs", "labels")
+
+    labels: Labels | None = Field(
+        None, description="one label, or several, for a head that finds entities with any labels"
+    )
+    threshold: Threshold | None = Field(
+        None, description=f"with `labels`: what an entity's score exceeds; {THRESHOLD} when absent"
+    )
+    nested: bool = Field(
+        False, description="with `labels`: whether an entity may lie within another"
+    )
+
+    @model_validator(mode="after")
+    def _check_options(self) -> Self:
+        of_labels = {"threshold", "nested"} & self.model_fields_set
+        if self.labels is None and of_labels:
+            raise PydanticCustomError(
+                "without_labels", "{name} needs labels", {"name": min(of_labels)}
+            )
+        if self.labels is not None and "aggregation_strategy" in self.model_fields_set:
+            raise PydanticCustomError(
+                "with_labels", "leave out aggregation_strategy, which no head with labels has"
+            )
+        return self
+
+    @property
+    def labelled(self) -> LabelledEntities | None:
+        """The task with the request's labels; None without labels."""
+        if self.labels is None:
+            return None
+        fields = self.model_dump(include={*LabelledEntities.model_fields}, exclude_none=True)
+        return LabelledEntities(**fields)
 
 
 class EmbedRequest(HeadRequest, Embedding):

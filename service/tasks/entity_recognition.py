@@ -16,6 +16,7 @@ from service.engines.task_plan import (
     characters,
     one_head,
 )
+from service.errors import InvalidInput
 from service.scheduling.entries import Heads
 from service.tasks.fields import Inputs, Positions, TruncateField, Windowed
 
@@ -33,6 +34,7 @@ class EntityRecognition(Inputs, Windowed, Positions):
     )
 
     def plan(self, engine: Engine, heads: Heads) -> TaskPlan[Encoded, list[EntitySpan]]:
+        refuse_without_labels(engine, heads)
         name, head = engine.select_head("ner", heads)
         stride = engine.check_stride(self.stride)
 
@@ -57,3 +59,16 @@ class EntityRecognition(Inputs, Windowed, Positions):
 
         sizes = characters(self.inputs)
         return TaskPlan((name,), sizes, encode, one_head(name, entities), answer_bytes)
+
+
+def refuse_without_labels(engine: Engine, wanted: Heads) -> None:
+    """Raise InvalidInput if the wanted head, or the only one for entities, takes its labels from the request."""
+    described = engine.manifest.heads
+    of_labels = [name for name, head in described.items() if head.per_pair]
+    has_others = any(head.task == "ner" for head in described.values())
+    if of_labels and (wanted[0] in of_labels if wanted else not has_others):
+        name = wanted[0] if wanted else of_labels[0]
+        reason = f"the head {name} of {engine.id} takes its labels from the request"
+        raise InvalidInput(
+            f'{reason}: send them to /ner, as "labels": ["person", ...]', param="labels"
+        )

@@ -28,6 +28,8 @@ from service.server.server import Server
 from service.settings import Settings
 from service.tasks import sparse_embedding
 from service.tasks.zero_shot import TEMPLATE
+from tests.conftest import run_export
+from tests.parity import gliner_checkpoints
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -35,6 +37,7 @@ TEXT, MASKED, IDS = "the ferry", "the ferry [MASK]", [5, 6]
 LONG = "the ferry to the harbour was late. " * 150  # more than the event loop may tokenize
 MANY = [7] * 5000
 THREATS = Path(__file__).parents[3] / "docs" / "explanation" / "threat_model.md"
+LABELLED = "spans-modernbert"  # a checkpoint whose head takes labels from the request
 INFER = "/v2/models/{model}/infer"
 Service = tuple[FastAPI, httpx.AsyncClient]
 
@@ -177,6 +180,8 @@ class Counting:
 
         def count(texts: Any, *more: Any, **options: Any) -> Any:
             size = len(texts) if name == "encode" else sum(map(len, texts))
+            if options.get("is_pretokenized"):
+                size = sum(len(word) for words in texts for word in words)
             self.all += size if name != "decode_batch" else 0
             self.in_loop += size * (threading.current_thread() is threading.main_thread())
             return method(texts, *more, **options)
@@ -230,6 +235,10 @@ class Spied:
 
 @pytest.fixture
 def spied(service: Service, monkeypatch: pytest.MonkeyPatch) -> Spied:
+    return spy(service, monkeypatch)
+
+
+def spy(service: Service, monkeypatch: pytest.MonkeyPatch) -> Spied:
     encoder = service[0].state.service.open_engines().get(None).encoder
     spied = Spied(Counting(encoder.tokenizer))
     monkeypatch.setattr(encoder, "tokenizer", spied.tokenizer)
@@ -292,6 +301,26 @@ async def test_costs_are_declared(path, service, spied):
             if reply.status_code == 200 and spied.answers:
                 frame = len(json.dumps(asked)) + 1024
                 assert len(reply.content) <= sum(spied.answers) + frame, asked
+
+
+@pytest.mark.slow
+async def test_labels_are_declared(tmp_path, monkeypatch):
+    """A head that takes labels from the request counts them, and bounds its answer."""
+    shapes = json.loads(gliner_checkpoints.RECORDED.read_text())[LABELLED]["shapes"]
+    checkpoint = gliner_checkpoints.save(tmp_path / "checkpoint", LABELLED, shapes)
+    run_export(checkpoint, tmp_path / "bundle", "--precision", "fp32")
+    body = {"inputs": [TEXT, TEXT], "labels": [TEXT, "sea"], "threshold": 0, "nested": True}
+    async with serving(tmp_path / "bundle") as opened:
+        spied = spy(opened, monkeypatch)
+        for asked in [body, *lengthened(body)]:
+            spied.clear()
+            reply = await opened[1].post("/ner", json=asked)
+            assert reply.status_code == (200 if LONG not in asked["labels"] else 422), reply.text
+            spied.check(asked)
+            if reply.status_code == 200:
+                assert 0 < len(reply.content) <= sum(spied.answers) + 1024, asked
+    async with serving(tmp_path / "bundle", max_response_bytes=1) as opened:
+        assert "max_response_bytes" in (await opened[1].post("/ner", json=body)).text
 
 
 @pytest.mark.parametrize("path", BODIES)
