@@ -29,6 +29,13 @@ const TASKS = {
     request: ({ inputs }) => ({ inputs }),
     show: showEntities,
   },
+  labelled: {
+    reads: of("zero-shot-ner"),
+    path: "ner",
+    empty: "The text will appear here with what your labels name marked.",
+    request: ({ inputs, labels }) => ({ inputs, labels: lines(labels) }),
+    show: showEntities,
+  },
   answers: {
     reads: of("qa"),
     path: "qa",

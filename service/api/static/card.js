@@ -13,7 +13,8 @@ function table(title, names, rows) {
   return [node("h2", {}, title), scroller];
 }
 
-function gives({ labels = [], dimensions, vocabulary_size: words }) {
+function gives({ labels = [], dimensions, vocabulary_size: words, label_prompt: prompt }) {
+  if (prompt) return "entities of any labels";
   if (labels.length) return labels.length > 6 ? `${labels.length} labels` : labels.join(", ");
   if (dimensions) return `${dimensions} dimensions`;
   return words ? `${words} tokens of a vocabulary` : "spans of a text";

@@ -23,6 +23,12 @@ export const EXAMPLES = {
       inputs: "🎉 On Friday Anna Schmidt leaves Siemens in Munich, and 👩‍🚀 in May she starts at Microsoft in Oslo.",
     },
   },
+  labelled: {
+    "A concert": {
+      inputs: "The Vienna Philharmonic played Mahler's Second in Lucerne on 14 August 2019, on a stage by Jean Nouvel.",
+      labels: "orchestra\nwork of music\ncity\ndate\narchitect",
+    },
+  },
   answers: {
     "A lighthouse": {
       question: "When was the lamp lit by electricity for the first time?",
