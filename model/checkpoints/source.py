@@ -15,7 +15,7 @@ from torch import nn
 
 from model.checkpoints.bge_heads import read_further_heads
 from model.checkpoints.errors import CheckpointError
-from model.checkpoints.gliner import is_gliner, load_gliner
+from model.checkpoints.gliner import GLINER, is_gliner, load_gliner
 from model.checkpoints.head_config import (
     Pooling,
     is_cross_encoder,
@@ -95,7 +95,7 @@ def read_source(name: str | Path, task: Task | None = None) -> Source:
     folder = locate(name)
     if static_folder(folder) is not None:
         return _static_source(folder, task)
-    if is_yes_no(folder, task):
+    if not is_gliner(folder) and is_yes_no(folder, task):
         tokenizer = read_tokenizer(folder, framed=False)
         scoring = read_yes_no(folder, tokenizer)
         model = load_yes_no(folder, scoring)
@@ -123,6 +123,8 @@ def _static_source(folder: Path, task: Task | None) -> Source:
 
 def _read_model(folder: Path, task: Task | None) -> EncoderWithHeads:
     if is_gliner(folder):
+        if task is not None:
+            raise CheckpointError(f"{folder / GLINER} describes the head: leave out --task {task}")
         return load_gliner(folder)
     if not (folder / "modules.json").is_file():
         return load_model(folder, task)

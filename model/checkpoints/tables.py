@@ -13,6 +13,7 @@ from model.checkpoints.json_files import read_optional_object
 from model.checkpoints.sentence_config import (
     SENTENCE_TABLES,
     encoder_folder,
+    static_folder,
     unknown_sentence_settings,
 )
 from model.checkpoints.settings_table import SettingsFile, render_table
@@ -46,7 +47,8 @@ def insert(text: str, table: str) -> str:
 def unread_settings(folder: Path) -> str:
     """Return the settings that no library reads: `config.json: a, b; 1_Pooling/config.json: c`. Empty for none."""
     path = encoder_folder(folder) / "config.json"
-    names = {str(path.relative_to(folder)): unknown_settings(read_optional_object(path))}
+    document = {} if static_folder(folder) is not None else read_optional_object(path)
+    names = {str(path.relative_to(folder)): unknown_settings(document)}
     names |= unknown_sentence_settings(folder)
     return "; ".join(f"{file}: {', '.join(unknown)}" for file, unknown in names.items() if unknown)
 
