@@ -34,6 +34,7 @@ KeyName = Annotated[str, StringConstraints(pattern=NAME)]
 class Key(BaseModel):
     """The record of a key: its hash, its permissions, the priority class of its requests, and its rate limits.
 
+    models: names of the models that the key may use, in which `*` stands for any letters; empty for all
     requests_per_minute, tokens_per_minute: None for no limit
     """
 
@@ -42,6 +43,7 @@ class Key(BaseModel):
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     may: tuple[Permission, ...] = Field(("inference",), min_length=1)
     priority: Class = "interactive"
+    models: tuple[Annotated[str, StringConstraints(min_length=1)], ...] = ()
     requests_per_minute: int | None = Field(None, ge=1)
     tokens_per_minute: int | None = Field(None, ge=1)
 

@@ -33,6 +33,7 @@ from service.engines.engine import (
     Reply,
     Ticket,
 )
+from service.engines.registry import Engines
 from service.engines.result_collector import OnResult
 from service.errors import InvalidInput, QuartetError
 from service.middleware.body_memory import MemoryReservation
@@ -223,6 +224,11 @@ async def receive_call(
     return open_call(request, choose(body) if choose else schema, body, deadline)
 
 
+def engines_of(request: HttpRequest) -> Engines:
+    """Return the engines that the key of a request may use. Raises NotReady or Draining."""
+    return service_of(request).open_engines().visible_to(context_of(request.scope).models)
+
+
 def engine_of(
     request: HttpRequest, model: str | None, unknown: UnknownModelRule = "refuse"
 ) -> Engine:
@@ -230,8 +236,8 @@ def engine_of(
 
     Raises UnknownModel.
     """
-    service = service_of(request)
-    return service.open_engines().get(model, service.settings.rule_of_unknown_models(unknown))
+    rule = service_of(request).settings.rule_of_unknown_models(unknown)
+    return engines_of(request).get(model, rule)
 
 
 def deadline_of(request: HttpRequest) -> float:

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from service.api import openapi
 from service.api.engine_call import (
     Call,
+    engines_of,
     finish_response,
     json_response,
     receive_call,
@@ -282,7 +283,7 @@ SHOWN_BY_TASK: Mapping[Task, Callable[[Any], object]] = {
 @router.get("/models", **openapi.page(ModelsResponse))
 async def models(request: Request) -> Response:
     """The bundles that are served, the default first."""
-    engines = service_of(request).open_engines()
+    engines = engines_of(request)
     devices = [
         {"name": name, "ready": load.ready, "queue_tokens": load.queue_tokens}
         for name, load in engines.loads().items()

@@ -1,7 +1,9 @@
 """The engines of this process, by the model name that a request contains."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import copy
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -51,6 +53,7 @@ class Engines:
             str | None, Engine
         ] = {}  # names, aliases, ids, and None for the default
         self._leaving: dict[Engine, asyncio.Task[None]] = {}
+        self._views: dict[tuple[str, ...], Engines] = {}  # by the names of models
 
     async def adopt(self, models: Models, texts: Mapping[str, BundleTexts]) -> None:
         """Switch to these models at once; an engine of another model closes when its last request has ended.
@@ -74,6 +77,7 @@ class Engines:
             self._leaving[engine] = asyncio.create_task(self._end(engine))
         self._by_id = engines
         self._by_name = by_name(models, engines)
+        self._views.clear()
         self.expected = [
             model.id
             for model in models
@@ -136,6 +140,20 @@ class Engines:
             )
         return engine
 
+    def visible_to(self, models: tuple[str, ...]) -> "Engines":
+        """Return the engines of the models with these names only, or all if empty; `*` stands for any letters."""
+        if not models:
+            return self
+        if models not in self._views:
+            view = self._views[models] = copy.copy(self)
+            view._by_id = {
+                name: engine
+                for name, engine in self._by_id.items()
+                if any(fnmatchcase(engine.manifest.name, allowed) for allowed in models)
+            }
+            view._by_name = by_name([e.model for e in view._by_id.values()], view._by_id)
+        return self._views[models]
+
     def serves(self, model: str) -> bool:
         """Return whether a model has this name, alias or `name@version`."""
         return model in self._by_name
@@ -149,7 +167,9 @@ class Engines:
         self.text_threads.stop()
 
 
-def by_name(models: Models, engines: Mapping[str, Engine]) -> dict[str | None, Engine]:
+def by_name(
+    models: Sequence[ServedModel], engines: Mapping[str, Engine]
+) -> dict[str | None, Engine]:
     """Return the engine of each id, the current engine of each name and alias, and the default engine under None."""
     found: dict[str | None, Engine] = {}
     current = [model for model in models if model.state == "current"]

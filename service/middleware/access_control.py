@@ -151,7 +151,7 @@ class KeyCheck:
         if needs_no_key(path, self._open):
             return
         holder = self._find(shown_key(context.headers))
-        context.tenant = holder.name
+        context.tenant, context.models = holder.name, holder.models
         holder.check_permission(permission(path))
         context.priority = requested_priority(holder.priority, context.headers)
         holder.check_rates()
@@ -191,6 +191,7 @@ class KeyHolder:
         self.name = name
         self.digest = bytes.fromhex(key.sha256)
         self.priority = PRIORITIES[key.priority]
+        self.models = key.models
         self._key = key
         self._may = key.may
         self._requests = bucket(key.requests_per_minute, processes)

@@ -31,6 +31,7 @@ class RequestContext:
     client: str = ""  # the address of the client, as far as trusted proxies report it
     tenant: str = ""
     priority: int = 0
+    models: tuple[str, ...] = ()  # names of the models that the key may use; empty for all
     # Called when the request's texts go to the device.
     on_submit: Callable[[], object] | None = None
     # Each function is called with this context when the request is over.

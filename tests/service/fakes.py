@@ -170,6 +170,9 @@ class FakeEngines:
         self.commands: list[Command] = []
         self.text_threads = TextThreads()
 
+    def visible_to(self, models: tuple[str, ...]) -> "FakeEngines":
+        return self
+
     def serves(self, model: str) -> bool:
         return model in ("tiny", self.engine.id)
 

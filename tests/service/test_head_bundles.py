@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -22,6 +23,7 @@ from service.core.session import Session, SessionOptions
 from service.core.state_heads import read_heads
 from service.embedded import EmbeddedService
 from service.errors import BadBundle, Conflict
+from service.keys import Key, digest, make_key
 from service.tasks.classification import Classification
 from service.tasks.embedding import Embedding
 from service.tasks.entity_recognition import EntityRecognition
@@ -152,3 +154,39 @@ def test_a_task_that_cannot_read_states_is_refused_by_name(heads):
     mask = Head(task="fill-mask", mask_token_id=4, vocabulary_size=fields["vocabulary"]["size"])
     with pytest.raises(ValueError, match="a fill-mask head cannot read the hidden states"):
         Manifest.model_validate({**fields, "heads": {"qa": mask}})
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "names"),
+    [
+        ("GET", "/models", None, True),
+        ("GET", "/v1/models", None, True),
+        ("GET", "/cohere/v1/models", None, True),
+        ("GET", "/infinity/models", None, True),
+        ("POST", "/v2/repository/index", {}, True),
+        ("GET", "/tei/info", None, True),
+        ("POST", "/classify", {"inputs": "moss"}, True),
+        ("POST", "/classify", {"inputs": "moss", "model": "states"}, False),
+        ("POST", "/v1/embeddings", {"input": "moss", "model": "embedding"}, False),
+        ("GET", "/v2/models/states", None, False),
+        ("POST", "/hf/models/states/sentiment", {"inputs": "moss"}, False),
+    ],
+)
+async def test_a_key_sees_its_own_models_only(states_bundle, heads, method, path, body, names):
+    """At every endpoint. Other models are unknown, and no message names them."""
+    key = make_key()
+    keys = {"acme": Key(sha256=digest(key).hex(), models=("class*",))}
+    bundles = (states_bundle, heads / "embedding", heads / "classification")
+    async with serving(*bundles, keys=keys) as service:
+        transport = httpx.ASGITransport(app=service.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://quartet") as client:
+            headers = {"Authorization": f"Bearer {key}"}
+            found = await client.request(method, path, json=body, headers=headers)
+    assert found.status_code == (200 if names else 404), found.text
+    listed = {
+        name
+        for name in ("states", "embedding", "classification")
+        if f"{name}@1" in found.text or f'"name":"{name}"' in found.text
+    }
+    of_head = {"states"} if path == "/models" else set()  # the model that computes the head
+    assert listed == {"classification"} | of_head

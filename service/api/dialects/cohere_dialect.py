@@ -25,7 +25,7 @@ from service.api.dialects.common import (
     refused,
     status_of,
 )
-from service.api.engine_call import Call, engine_of, json_response, receive_call, service_of
+from service.api.engine_call import Call, engine_of, engines_of, json_response, receive_call
 from service.api.native_routes import make_router
 from service.api.schemas import Request, numbered
 from service.api.token_routes import answer_tokens, columns_of, join_tokens
@@ -389,7 +389,7 @@ async def detokenize(request: HttpRequest) -> Response:
 @router.get("/v1/models", **openapi.dialect_page(CohereModelList, TAG))
 async def models(request: HttpRequest) -> Response:
     """The models that are served, on one page."""
-    engines = service_of(request).open_engines().all()
+    engines = engines_of(request).all()
     return json_response({"models": [describe(engine) for engine in engines]})
 
 

@@ -27,7 +27,7 @@ from service.api import openapi
 from service.api.dialects import tei_dialect
 from service.api.dialects.common import ErrorBody
 from service.api.dialects.tei_dialect import SentencesRequest, Truncation
-from service.api.engine_call import Call, engine_of, json_response, receive_call, service_of
+from service.api.engine_call import Call, engine_of, engines_of, json_response, receive_call
 from service.api.native_routes import answer, each, entity, filled_masks, label, make_router
 from service.api.responses import Answer, Entity, EntityGroup, FilledToken, Label
 from service.api.schemas import OneHead, QaInput, numbered
@@ -542,7 +542,7 @@ async def answer_any(request: HttpRequest, model: str) -> Response:
 
 def model_fields(request: HttpRequest, model: str) -> dict[str, object]:
     """Return the fields of the body that MODEL or MODEL/HEAD in the path stands for; a name may contain "/"."""
-    serves = service_of(request).open_engines().serves
+    serves = engines_of(request).serves
     name, _, head = model.rpartition("/")
     if serves(model) or not serves(name):
         name, head = model, ""

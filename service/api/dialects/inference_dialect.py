@@ -28,6 +28,7 @@ from service.api.engine_call import (
     add_fields,
     deadline_of,
     engine_of,
+    engines_of,
     json_response,
     open_call,
     receive_body,
@@ -295,7 +296,7 @@ async def model_ready(request: HttpRequest) -> Response:
 )
 async def model(request: HttpRequest) -> Response:
     """The inputs and outputs of a model."""
-    engines = service_of(request).open_engines()
+    engines = engines_of(request)
     return json_response(describe(engine_of(request, model_of(request)), engines.all()))
 
 
@@ -328,7 +329,7 @@ def described(tensor: TensorMetadata) -> dict[str, object]:
 async def index(request: HttpRequest) -> Response:
     """The models that are served."""
     validate(IndexRequest, await receive_options(request))
-    return json_response(list_models(service_of(request).open_engines().all()))
+    return json_response(list_models(engines_of(request).all()))
 
 
 def list_models(engines: list[Engine]) -> list[dict[str, str]]:
@@ -355,7 +356,7 @@ async def load(request: HttpRequest) -> Response:
 async def unload(request: HttpRequest) -> Response:
     """Unload a model, as `DELETE /admin/models/{model}` does."""
     validate(RepositoryRequest, await receive_options(request))
-    engine = service_of(request).open_engines().get(request.path_params["model"])
+    engine = engines_of(request).get(request.path_params["model"])
     return await execute(request, UnloadModel(model=engine.id, by=tenant_of(request)))
 
 

@@ -29,6 +29,7 @@ from service.api.engine_call import (
     add_fields,
     deadline_of,
     engine_of,
+    engines_of,
     open_call,
     service_of,
 )
@@ -73,7 +74,7 @@ async def server_metadata(request: HttpRequest, asked: Any) -> Any:
 
 
 async def model_metadata(request: HttpRequest, asked: Any) -> Any:
-    engines = service_of(request).open_engines()
+    engines = engines_of(request)
     found: dict[str, Any] = describe(
         engine_of(request, served_name(asked.name, asked.version)), engines.all()
     )
@@ -108,7 +109,7 @@ async def infer(request: HttpRequest, asked: Any) -> Any:
 
 async def index(request: HttpRequest, asked: Any) -> Any:
     refuse_repository(asked)
-    models = list_models(service_of(request).open_engines().all())
+    models = list_models(engines_of(request).all())
     return messages.RepositoryIndexResponse(models=models)
 
 
@@ -121,7 +122,7 @@ async def load(request: HttpRequest, asked: Any) -> Any:
 
 async def unload(request: HttpRequest, asked: Any) -> Any:
     check_repository(asked)
-    engines = service_of(request).open_engines()
+    engines = engines_of(request)
     command = UnloadModel(model=engines.get(asked.model_name).id, by=tenant_of(request))
     await engines.execute(command)
     return messages.RepositoryModelUnloadResponse()

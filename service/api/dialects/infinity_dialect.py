@@ -30,7 +30,7 @@ from service.api.dialects.common import (
     text_of,
     usage,
 )
-from service.api.engine_call import Call, json_response, receive_call, service_of
+from service.api.engine_call import Call, engines_of, json_response, receive_call, service_of
 from service.api.native_routes import label, make_router
 from service.api.responses import Label
 from service.engines.engine import Engine, Reply
@@ -245,7 +245,7 @@ def framed(call: Call[Any], reply: Reply[Any], results: dict[str, object]) -> di
 @router.get("/models", **openapi.dialect_page(InfinityModelList, TAG))
 async def models(request: HttpRequest) -> Response:
     """The models that are served."""
-    engines = service_of(request).open_engines().all()
+    engines = engines_of(request).all()
     return json_response({"object": "list", "data": [describe(engine) for engine in engines]})
 
 

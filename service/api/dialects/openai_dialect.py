@@ -31,7 +31,7 @@ from service.api.dialects.common import (
     status_of,
     usage,
 )
-from service.api.engine_call import engine_of, json_response, receive_call, service_of
+from service.api.engine_call import engine_of, engines_of, json_response, receive_call, service_of
 from service.api.native_routes import make_router, numbers
 from service.core.bundle import InputType, OutputDtype
 from service.core.token_table import read_token_table
@@ -172,7 +172,7 @@ def warn_of_ids(model: str) -> None:
 @router.get("/models", **openapi.dialect_page(OpenAIModelList, TAG))
 async def models(request: HttpRequest) -> Response:
     """The models that are served, with their aliases."""
-    engines = service_of(request).open_engines().all()
+    engines = engines_of(request).all()
     names = dict.fromkeys(name for engine in engines for name in (engine.id, *engine.model.aliases))
     return json_response({"object": "list", "data": [*map(describe, names)]})
 

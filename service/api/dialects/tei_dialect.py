@@ -26,7 +26,7 @@ from service.api.dialects.common import (
     rank_request,
     refused,
 )
-from service.api.engine_call import Call, json_response, receive_call, service_of
+from service.api.engine_call import Call, engines_of, json_response, receive_call, service_of
 from service.api.native_routes import label, make_router, numbers
 from service.api.responses import Label
 from service.api.schemas import DetokenizeRequest, Request, numbered
@@ -264,7 +264,7 @@ class TeiInfo(BaseModel):
 @router.post("", include_in_schema=False)
 async def root(request: HttpRequest) -> Response:
     """What the request's inputs and the model ask for, as huggingface_hub's client calls it."""
-    engine = service_of(request).open_engines().get(None)
+    engine = engines_of(request).get(None)
     call: Call[Any] = await receive_call(request, TeiRequest, partial(choose_request, engine))
     match call.body:
         case TeiSimilarityRequest():
@@ -440,7 +440,7 @@ async def decode(request: HttpRequest) -> Response:
 async def info(request: HttpRequest) -> Response:
     """The first model that is served."""
     service = service_of(request)
-    engine = service.open_engines().get(None)
+    engine = engines_of(request).get(None)
     return json_response(
         {
             "model_id": engine.id,
