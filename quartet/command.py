@@ -89,6 +89,11 @@ COMMANDS = {
         "compare two servers, bundles or checkpoints, and name the cause of a difference",
         "quartet compare http://localhost:8080 bundles/mine --texts sample.txt",
     ),
+    "replay": Command(
+        "quartet.replay",
+        "make an answer again from its receipt, and compare both",
+        "quartet replay RECEIPT 'It was worth the wait.' --model bundles/reviews",
+    ),
     "doctor": Command(
         "quartet.doctor", "check this machine and this installation", "quartet doctor"
     ),

@@ -17,6 +17,7 @@ from pathlib import Path
 from quartet.command import DISTRIBUTION
 from service import __version__
 from service.core import bundle_cache
+from service.core.cpu import vector_features
 from service.memory_limit import memory_limit
 from service.settings import affinity_cores, cgroup_cores, usable_cores
 
@@ -24,18 +25,6 @@ DESCRIPTION = """\
 Check this machine and this installation, one line for each check. A line with !! names what to do; the exit status is
 then 1.
 """
-FEATURES = (
-    "avx2",
-    "avx512f",
-    "avx512_vnni",
-    "avx512_bf16",
-    "avx_vnni",
-    "amx_int8",
-    "amx_bf16",
-    "asimd",
-    "i8mm",
-    "bf16",
-)
 LEAST_FILES = 1100  # max_connections and the service's own
 LEAST_BYTES = 300 * 1024**2  # that the default bundle needs
 LEAST_DISK = 2 * 10**9
@@ -70,8 +59,7 @@ def check_versions() -> Iterator[Finding]:
 def check_processor() -> Iterator[Finding]:
     text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     model = re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE)
-    flags = re.search(r"^(?:flags|Features)\s*:\s*(.*)$", text, re.MULTILINE)
-    present = [name for name in FEATURES if flags and name in flags[1].split()]
+    present = vector_features()
     found = (
         f"{model[1] if model else platform.machine()}: {' '.join(present) or 'no vector features'}"
     )

@@ -287,6 +287,10 @@ class Settings(BaseSettings):
     api_key: SecretStr | None = Field(
         None, description="one key in plain text, for inference, without rate limits"
     )
+    receipt_key: SecretStr | None = Field(
+        None,
+        description="key that signs receipts of answers (the request header X-Quartet-Receipt)",
+    )
     keys: Annotated[Keys, NoDecode] = Field(
         {}, description="keys by name, as in a file of keys (the variable contains JSON)"
     )
@@ -380,7 +384,7 @@ class Settings(BaseSettings):
             raise ValueError("must differ from port and metrics_port")
         return value
 
-    @field_validator("api_key")
+    @field_validator("api_key", "receipt_key")
     @classmethod
     def _hard_to_guess(cls, value: SecretStr | None) -> SecretStr | None:
         if value is not None and not re.fullmatch(PLAIN, value.get_secret_value()):

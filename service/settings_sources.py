@@ -20,7 +20,7 @@ from service.variables import variable
 FILE = Path("quartet.toml")  # read when no other file is named
 BUNDLES = Path("bundles")  # searched when no bundle is named
 DEFAULT_BUNDLE = Path(__file__).parent / "default_bundle"  # exists in an installed wheel only
-NOT_IN_FILES = frozenset({"api_key", "config"})
+NOT_IN_FILES = frozenset({"api_key", "config", "receipt_key"})
 CANNOT_GO_ON = 4  # the exit status of a service in a state from which it cannot recover
 PATHS = frozenset({"api_keys", "bundles", "models_dir", "tiktoken_file", "uds"})
 

@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 
 PREFIX = "QUARTET_"
-NOT_FLAGS = frozenset({"api_key", "keys"})  # everybody on a machine can read command lines
+NOT_FLAGS = frozenset(
+    {"api_key", "keys", "receipt_key"}
+)  # everybody on a machine can read command lines
 
 
 def variable(name: str) -> str:

@@ -52,6 +52,7 @@ ELSEWHERE = {
         *("model.heads", "model.families.spec", "model.checkpoints.reader"),
         *("model.checkpoints.source", "model.checkpoints.bge_heads"),
         *("model.data.examples", "model.data.head_rows", "model.evaluate", "model.dev_report"),
+        "quartet.comparison.bundle_side",
     },
 }
 

@@ -17,6 +17,7 @@ from starlette.types import Receive
 
 from service.api.json_responses import JsonResponse
 from service.api.ndjson import InLines, NdjsonResponse, NdjsonStream, line, wants_lines
+from service.api.receipts import HEADER, Asked, fields_of, make_receipt
 from service.api.request_body import (
     answer_in_time,
     check_media_type,
@@ -54,6 +55,7 @@ class Call(Generic[R]):
     """A valid request and its engine.
 
     in_lines: whether the response is an NDJSON stream that sends each result as soon as it is computed
+    receipt: the request for a receipt, or None
     """
 
     body: R
@@ -62,6 +64,7 @@ class Call(Generic[R]):
     context: RequestContext
     receive: Receive
     in_lines: bool
+    receipt: Asked | None = None
 
     async def answer(self, task: EngineTask[T], name: str, show: Callable[[T], object]) -> Response:
         """Compute a task. Return all results under `name` plus "s", or a stream of one NDJSON line per result."""
@@ -189,7 +192,9 @@ class Call(Generic[R]):
     def headers(self, reply: Reply[Any]) -> dict[str, str]:
         """Return the headers that tell how an answer was made."""
         timing = reply.timing
+        receipt = self.receipt
         return {
+            **({} if receipt is None else {HEADER: make_receipt(receipt, self.engine, reply)}),
             "Server-Timing": server_timing(
                 parse=self.context.stages[0],
                 encode=timing.encode_s,
@@ -277,7 +282,11 @@ def open_call(request: HttpRequest, schema: type[R], body: object, deadline: flo
     )
     context.ticket = ticket
     in_lines = wants_lines(context.headers.get("accept", ""))
-    return Call(valid, engine, ticket, context, request.receive, in_lines)
+    receipt = None
+    if HEADER.lower() in context.headers:
+        key = settings.receipt_key.get_secret_value() if settings.receipt_key else ""
+        receipt = Asked(request.scope["path"], body, fields_of(valid.texts()), key)
+    return Call(valid, engine, ticket, context, request.receive, in_lines, receipt)
 
 
 async def receive_json(request: HttpRequest, deadline: float = math.inf) -> object:

@@ -171,6 +171,7 @@ RESPONSE_HEADERS: dict[str, str] = {
     "X-Quartet-Batch": "The batch that the answer rode in: `size=8;tokens=312`.",
     "X-Quartet-Head": "The heads that the results are from.",
     "X-Quartet-Model": "The bundle's hash, precision, provider and runtime.",
+    "X-Quartet-Receipt": "How the answer was made, for `quartet replay`; only there if the request has this header.",
 }
 
 

@@ -97,7 +97,7 @@ class Predictor:
         body = json.dumps({**texts, **self._options}).encode()
         while (reply := await post(self._service.app, route, body))[0] == BUSY:
             await asyncio.sleep(1)
-        status, content = reply
+        status, content, _ = reply
         if status == 200:
             errors = {each["index"]: each["message"] for each in content.get("errors") or ()}
             results = content.get("results", content.get("embeddings"))
@@ -124,8 +124,10 @@ def choose_head(manifest: Manifest, name: str | None) -> tuple[str, Head]:
     return chosen, manifest.heads[chosen]
 
 
-async def post(app: ASGIApp, path: str, content: bytes) -> tuple[int, Any]:
-    """Return the status and the content of the application's response to a request."""
+async def post(
+    app: ASGIApp, path: str, content: bytes, more: Mapping[bytes, bytes] | None = None
+) -> tuple[int, Any, dict[bytes, bytes]]:
+    """Return the status, content and headers of the application's response. more: headers of the request"""
     scope = {
         "type": "http",
         "asgi": {"version": "3.0"},
@@ -139,6 +141,7 @@ async def post(app: ASGIApp, path: str, content: bytes) -> tuple[int, Any]:
         "headers": [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(content)).encode()),
+            *(more or {}).items(),
         ],
         "client": ("local", 0),
         "server": ("local", 0),
@@ -146,6 +149,7 @@ async def post(app: ASGIApp, path: str, content: bytes) -> tuple[int, Any]:
     sent = [{"type": "http.request", "body": content, "more_body": False}]
     parts: list[bytes] = []
     status = 0
+    headers: dict[bytes, bytes] = {}
 
     async def receive() -> dict[str, Any]:
         if sent:
@@ -156,7 +160,8 @@ async def post(app: ASGIApp, path: str, content: bytes) -> tuple[int, Any]:
     async def send(message: Any) -> None:
         nonlocal status
         status = message.get("status", status)
+        headers.update(message.get("headers", ()))
         parts.append(message.get("body", b""))
 
     await app(scope, receive, send)
-    return status, orjson.loads(b"".join(parts))
+    return status, orjson.loads(b"".join(parts)), headers

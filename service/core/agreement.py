@@ -1,7 +1,8 @@
-"""How alike two answers are: counted by mirrored traffic, measured by `quartet compare`."""
+"""How alike two answers are: for mirrored traffic, receipts and `quartet compare`."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from service.core.decode import AnswerSpan, LabelScore, SparseVector, TokenScore
 
 CLOSE = 0.99  # two vectors with at least this cosine count as the same result
 NEAR = 0.05  # two scores that differ by at most this count as the same result
+SIGNS = 16  # numbers of a sketch
+MOST_KNOWN = 4096  # numbers of a vector whose signs are kept
 CLOSE_INTEGERS = 0.9  # the cosine of their packed bits that follows from it
 
 
@@ -85,6 +88,70 @@ def distance(one: Any, other: Any) -> float:
     if isinstance(one[0], LabelScore):  # a result may have only the best labels
         return apart
     return max(apart, 1 - 2 * len(shared) / (len(mine) + len(theirs)))
+
+
+def decisions(result: Any) -> Any:
+    """Return what a result decides, for a hash: labels, tokens or spans without scores; of vectors their shapes."""
+    if isinstance(result, Mapping):
+        return {str(key): decisions(value) for key, value in result.items()}
+    if isinstance(result, float):
+        return None
+    if isinstance(result, SparseVector):
+        return len(result.indices)
+    return result.shape if isinstance(result, np.ndarray) else essence(result)
+
+
+def sketch(results: Sequence[Any]) -> NDArray[np.float64]:
+    """Return sums of all numbers of results, `[16]`, each with another sign for each number, the same in all calls.
+
+    The difference of two sketches, divided by 4, is about as long as that of the numbers (Johnson and Lindenstrauss).
+    """
+    sums = np.zeros(SIGNS)
+    for number, (places, values) in enumerate(part for one in results for part in _numbers(one)):
+        if places is None and len(values) <= MOST_KNOWN:
+            signs = _dense_signs(number, len(values))
+        else:
+            signs = _signs(number, np.arange(len(values)) if places is None else places)
+        sums += values.astype(np.float64) @ signs
+    return sums
+
+
+def _signs(number: int, places: NDArray[Any]) -> NDArray[np.float64]:
+    """Return 1 or -1 for numbers at these places of the result's part of this number, `[n, 16]`."""
+    mixed = places.astype(np.uint64) + np.uint64(number << 32)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)  # as splitmix64
+    bits = (mixed[:, None] >> np.arange(SIGNS, dtype=np.uint64)) & np.uint64(1)
+    return np.asarray(2.0 * bits - 1.0, np.float64)
+
+
+@lru_cache(16)
+def _dense_signs(number: int, size: int) -> NDArray[np.float64]:
+    """Return the signs of a vector, which equal requests have in common."""
+    return _signs(number, np.arange(size))
+
+
+def _numbers(result: Any) -> Iterator[tuple[NDArray[Any] | None, NDArray[Any]]]:
+    """Yield the values of a result's numbers with their places; None for the first places."""
+    if isinstance(result, Mapping):
+        for value in result.values():
+            yield from _numbers(value)
+    elif isinstance(result, SparseVector):
+        yield result.indices, result.values
+    else:
+        if not isinstance(result, np.ndarray):
+            listed = [result] if isinstance(result, float) else sorted(_scores(result))
+            result = np.array([own if isinstance(own, float) else own[1] for own in listed])
+        yield None, result.ravel()
+
+
+def _scores(result: Sequence[Any]) -> Iterator[tuple[str, float]]:
+    """Yield the scores of labels, spans or tokens with what they are of, so that equal ones have the same order."""
+    for one in result:
+        if isinstance(one, list):
+            yield from _scores(one)
+        else:
+            yield str(one._replace(score=0.0)), one.score
 
 
 def _dense(vector: SparseVector, ids: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -23,7 +23,12 @@ from service.rollout.model_manager import STOP_S
 from service.settings import Settings
 from service.variables import without_secrets
 
-SECRETS = {"api_key", "api_keys", "keys"}  # settings that other users of the machine may not see
+SECRETS = {
+    "api_key",
+    "api_keys",
+    "keys",
+    "receipt_key",
+}  # settings that other users of the machine may not see
 
 
 async def try_bundle(settings: Settings, folder: Path) -> int:

@@ -1,0 +1,112 @@
+"""An answer is made again from its receipt, and what differs is named."""
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from quartet import replay
+from service.api import receipts
+from service.bulk.predictor import post
+from service.embedded import EmbeddedService
+
+ASK = {receipts.HEADER.lower().encode(): b"1"}
+NAME = receipts.HEADER.lower().encode()
+KEY = "a key of sixteen".replace(" ", "-")
+TEXT = "Ada drew a comet in Turin."
+BODIES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "/embed": ({"inputs": TEXT, "normalize": False}, [TEXT]),
+    "/classify": ({"inputs": [TEXT, "at dawn"], "top_k": 1}, [TEXT, "at dawn"]),
+    "/ner": ({"inputs": [TEXT, TEXT]}, [TEXT, TEXT]),
+    "/qa": ({"question": "Who?", "context": TEXT}, ["Who?", TEXT]),
+    "/rerank": (
+        {"query": "Who?", "documents": [TEXT, "b"], "head": "embeddings"},
+        ["Who?", TEXT, "b"],
+    ),
+    "/analyze": ({"inputs": TEXT}, [TEXT]),
+    "/tei/embed": ({"inputs": [TEXT], "truncate": True}, [TEXT]),
+    "/v1/embeddings": ({"input": [TEXT], "model": "tiny"}, [TEXT]),
+}
+
+
+async def get(bundle: Any, path: str, body: Any, key: str = "") -> str:
+    """The receipt of an answer."""
+    keys: dict[str, Any] = {"receipt_key": key} if key else {}
+    async with EmbeddedService(bundle, **keys) as service:
+        content = json.dumps(body).encode()
+        assert NAME not in (await post(service.app, path, content))[2]
+        status, answer, headers = await post(service.app, path, content, ASK)
+    assert 200 == status, answer
+    return headers[NAME].decode()
+
+
+def run(monkeypatch: Any, capsys: Any, *arguments: Any) -> tuple[int, str]:
+    monkeypatch.setattr(sys, "argv", ["quartet replay", *map(str, arguments)])
+    status = replay.main()
+    captured = capsys.readouterr()
+    return status, captured.out + captured.err
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_an_answer_is_made_again(path, tiny_bundle):
+    """From the receipt and the texts, which the receipt does not have."""
+    body, texts = BODIES[path]
+    old, is_signed = receipts.unseal(await get(tiny_bundle, path, body), "")
+    assert is_signed is None
+    assert "Ada" not in json.dumps(old)
+    new = await replay.answer_again(tiny_bundle, old, texts, "")
+    lines, is_equal = replay.compare(old, new)
+    assert is_equal, lines
+    assert [] == [line for line in lines if "DIFFERENT" in line or "now" in line]
+
+
+def test_the_command_names_what_differs(tiny_bundle, gpu_bundle, tmp_path, monkeypatch, capsys):
+    """Another text, another runtime, another bundle, a wrong signature."""
+    receipt = asyncio.run(get(tiny_bundle, "/embed", {"inputs": TEXT}, KEY))
+    same = (receipt, TEXT, "--model", tiny_bundle)
+    status, shown = run(monkeypatch, capsys, *same)
+    assert (0, True) == (status, "signature: not checked" in shown)
+    monkeypatch.setenv("QUARTET_RECEIPT_KEY", KEY)
+    status, shown = run(monkeypatch, capsys, *same)
+    assert (0, True) == (status, "signature: valid" in shown)
+    status, shown = run(monkeypatch, capsys, receipt, "another text", *same[2:])
+    assert 1 == status
+    assert "texts: DIFFERENT" in shown
+    assert "numbers: differ by" in shown
+    assert "BEYOND" in shown
+    record, _ = receipts.unseal(receipt, "")
+    older = receipts.seal({**record, "runtime": "onnxruntime 1.20.0"}, "another key")
+    status, shown = run(monkeypatch, capsys, older, *same[1:])
+    assert 1 == status
+    assert "signature: WRONG" in shown
+    assert "runtime: onnxruntime 1.20.0, now onnxruntime" in shown
+    status, shown = run(monkeypatch, capsys, receipt, TEXT, "--model", gpu_bundle)
+    assert 0 == status, "the same weights"
+    assert f"bundle: {record['bundle']}, now" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "reason"),
+    [
+        (["x.y", TEXT], 2, "no receipt"),
+        (["{receipt}", TEXT, "more"], 3, "had 1 texts, not 2"),
+        (["{receipt}", TEXT, "--model", "absent"], 3, "absent"),
+    ],
+)
+def test_what_cannot_be_replayed(arguments, status, reason, tiny_bundle, monkeypatch, capsys):
+    receipt = asyncio.run(get(tiny_bundle, "/embed", {"inputs": TEXT}))
+    made = [one.replace("{receipt}", receipt) for one in arguments]
+    model = [] if "--model" in made else ["--model", tiny_bundle]
+    assert status == (found := run(monkeypatch, capsys, *made, *model))[0]
+    assert reason in found[1]
+
+
+def test_a_receipt_fits_a_header():
+    """One of thousands of texts does; one of long options is left out."""
+    taken: list[str] = []
+    mark = receipts.take([["a", "b"]] * 9, taken)
+    assert 18 == len(taken)
+    assert [["a", "b"]] * 9 == receipts.put(mark, iter(taken))
+    assert {receipts.TEXTS: 5000} == receipts.take(["a"] * 5000, [])
