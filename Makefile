@@ -133,9 +133,11 @@ clean: ## Remove the environments and the files of tools
 	rm -rf $(VENV) .venv-gpu .venv-audit .venv-ray .mypy_cache .pytest_cache .ruff_cache .hypothesis build site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Environments of clients that conflict with the tests' packages: a minute, 0.4 GB. Tests of missing ones are skipped.
+# Environments of clients and schemas that conflict with the tests' packages, and helm: two minutes, 1 GB. Tests of
+# missing ones are skipped.
 client-environments: $(VENV)/.test
 	@$(RUN) -m tests.e2e.client_calls.environments || true
+	@$(RUN) -m tests.charts --fetch || true
 
 # Stamp files: an environment is updated when its requirements change.
 

@@ -9,7 +9,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import yaml
 from pydantic import BaseModel
 
 from service import __version__
@@ -267,28 +266,6 @@ def test_every_promise_has_its_proof():
     told = {proof.search(row[2]).groups(): row[0] for row in rows(read("reference/promises.md"))}
     assert told == promised()
     assert len(told) > 20
-
-
-def test_kubernetes_page_shows_the_manifest_that_is_shipped():
-    """The page shows the file word for word; its variables are settings, and its times fit each other."""
-    text = (ROOT / "deploy" / "kubernetes.yaml").read_text(encoding="utf-8")
-    assert [text] == examples(read("how-to/kubernetes.md"), "yaml")
-
-    deployment, _ = yaml.safe_load_all(text)
-    pod = deployment["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    variables = {one["name"]: one["value"] for one in container["env"]}
-    names = {variable(name): name for name in Settings.model_fields}
-    settings = Settings(
-        bundles=(),
-        **{names[name]: value for name, value in variables.items() if name != "QUARTET_API_KEYS"},
-    )
-    assert "QUARTET_API_KEYS" in names
-    ports = {one["name"]: one["containerPort"] for one in container["ports"]}
-    assert {"http": 8000, "metrics": settings.metrics_port} == ports
-    assert pod["terminationGracePeriodSeconds"] > settings.drain_delay_s + settings.drain_s
-    probes = [container[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness", "liveness")]
-    assert ["/health/ready", "/health/ready", "/health/live"] == [one["path"] for one in probes]
 
 
 def test_python_example_runs(monkeypatch, capsys):
