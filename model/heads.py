@@ -8,7 +8,7 @@ named heads; `Pretraining` is one with the heads of pretraining.
 Shapes as in `model/bert.py`: T tokens, B sequences, H hidden, C labels, M masked tokens, V vocabulary
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -391,6 +391,32 @@ class EncoderWithHeads(nn.Module):
             return head(hidden_states, layout)  # [B, C] or [T, C]
         at_masks = hidden_states if positions is None else hidden_states.index_select(0, positions)
         return head(at_masks, words.to(at_masks.dtype))  # [M, V]
+
+
+def encoder_layers(encoder: nn.Module) -> Iterator[nn.Module]:
+    """Yield the encoder's layers; ALBERT's are in groups."""
+    for layer in encoder.layers:
+        yield from layer if isinstance(layer, nn.ModuleList) else [layer]
+
+
+def mix_layers(encoder: nn.Module, weights: Sequence[float], first: int) -> None:
+    """Replace the encoder's output by a weighted mean of its hidden states, by forward hooks.
+
+    weights: of the outputs of the layers from `first` on, where 0 is the embeddings' output
+    """
+    states: list[Tensor] = []  # [T, H] each
+
+    def keep(module: nn.Module, inputs: object, output: Tensor) -> None:
+        states.append(output)
+
+    def mix(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+        kept = [*states[first:-1], output]  # a last norm follows the layers in some families
+        states.clear()
+        return sum(w * x for w, x in zip(weights, kept, strict=True)) / sum(weights)  # [T, H]
+
+    for module in (encoder.embeddings, *encoder_layers(encoder)):
+        module.register_forward_hook(keep)
+    encoder.register_forward_hook(mix)
 
 
 class Pretraining(nn.Module):

@@ -28,6 +28,7 @@ from model.checkpoints.hub_download import PLACES, choose_graphs, download_graph
 from model.checkpoints.json_files import read_json
 from model.checkpoints.sentence_config import (
     SENTENCE,
+    WEIGHTED,
     encoder_folder,
     is_multi_vector,
     read_module_list,
@@ -379,11 +380,10 @@ def _pooling_folders(folder: Path) -> list[Path]:
 def _read_pooling(folder: Path) -> tuple[Pooling | None, bool | None, Sequence[Dense]]:
     """Return the declared pooling and normalization, each None if not declared, and the dense layers between."""
     if (folder / "modules.json").is_file():
-        pooling, normalize, layers = read_route(folder, read_modules(folder, ORDER, EXPECTED))
-        if any(kind != "Dense" for kind, _ in layers):
-            raise CheckpointError(
-                f"{folder}: a LayerNorm cannot follow an ONNX graph: export the weights"
-            )
+        modules = read_modules(folder, ORDER, EXPECTED)
+        for kind in {kind for kind, _ in modules} & {"LayerNorm", WEIGHTED}:
+            raise CheckpointError(f"{folder}: {kind} is not supported after an ONNX graph")
+        pooling, normalize, layers = read_route(folder, modules)
         return pooling, normalize, [_read_dense(path) for _, path in layers]
     declared = read_pooling(folder / "1_Pooling") if (folder / "1_Pooling").is_dir() else None
     return declared, None, ()

@@ -23,6 +23,7 @@ from model.checkpoints.sentence_config import (
     ROUTER_FILE,
     SENTENCE_FILES,
     STATIC,
+    WEIGHTED,
     is_sentence_directory,
     read_all_modules,
 )
@@ -145,7 +146,7 @@ def weight_folders(folder: Path) -> list[str]:
         places = [
             place.relative_to(folder).as_posix()
             for kind, place in modules
-            if kind in ("Transformer", "Dense", "LayerNorm", STATIC)
+            if kind in ("Transformer", "Dense", "LayerNorm", STATIC, WEIGHTED)
         ]
         places = ["" if place == "." else place for place in places]
     if (folder / GENERATOR / "config.json").is_file():

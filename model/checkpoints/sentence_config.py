@@ -109,6 +109,17 @@ MODULES_TABLE = SettingsFile(
         *no_effect("kwargs", note="names of arguments of `encode`"),
     ),
 )
+WEIGHTED = "WeightedLayerPooling"
+WEIGHTED_TABLE = SettingsFile(
+    "1_WeightedLayerPooling/config.json",
+    "sentence-transformers",
+    (
+        *honored("layer_start", note="used only if config.json sets output_hidden_states"),
+        *no_effect("embedding_dimension", "word_embedding_dimension", note="the width of states"),
+        *no_effect("num_hidden_layers", note="there is a weight for each layer"),
+        refused("layer_weights", note="the weights are in the weight file"),
+    ),
+)
 POOLING_MODES = {  # the switch of each way to pool, in the order of sentence-transformers
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -176,6 +187,7 @@ LOGIT_TABLE = SettingsFile(
 SENTENCE_TABLES = (
     *(TRANSFORMER_TABLE, ROOT_TABLE, MODULES_TABLE),
     *(POOLING_TABLE, DENSE_TABLE, LAYER_NORM_TABLE, NORMALIZE_TABLE, MASK_TABLE, SPLADE_TABLE),
+    WEIGHTED_TABLE,
     LOGIT_TABLE,
 )
 
@@ -459,6 +471,7 @@ def unknown_sentence_settings(folder: Path) -> dict[str, list[str]]:
         return {}
     tables = {"Pooling": POOLING_TABLE, "Dense": DENSE_TABLE, "Normalize": NORMALIZE_TABLE}
     tables |= {
+        WEIGHTED: WEIGHTED_TABLE,
         "LayerNorm": LAYER_NORM_TABLE,
         "MultiVectorMask": MASK_TABLE,
         "SpladePooling": SPLADE_TABLE,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+import torch
 from torch import nn
 
 from model.checkpoints.bge_heads import read_further_heads
@@ -22,7 +23,7 @@ from model.checkpoints.head_config import (
     read_retrieval_fields,
     validate_head,
 )
-from model.checkpoints.hub_names import from_hub
+from model.checkpoints.hub_names import check_numbers, from_hub
 from model.checkpoints.json_files import read_json, read_object
 from model.checkpoints.late_interaction_config import (
     read_late_interaction,
@@ -42,6 +43,8 @@ from model.checkpoints.sentence_config import (
     ROUTER,
     SENTENCE,
     TOKENS,
+    WEIGHTED,
+    WEIGHTED_TABLE,
     check_module_names,
     config_file,
     encoder_folder,
@@ -62,7 +65,7 @@ from model.checkpoints.static_source import read_static_files, read_static_modul
 from model.checkpoints.tokenizer_files import check_rows, write_tokenizer
 from model.checkpoints.yes_no import is_yes_no, load_yes_no, read_yes_no
 from model.config import MOST
-from model.heads import EncoderWithHeads, SentenceEmbedding, TokenEmbedding
+from model.heads import EncoderWithHeads, SentenceEmbedding, TokenEmbedding, mix_layers
 from model.static_embedding import StaticModel
 from service.core.bundle import PROMPT_NAMES, Head, Task
 
@@ -237,6 +240,7 @@ def _sentence_transformer(folder: Path) -> EncoderWithHeads:
     fields = read_retrieval_fields(folder, *dict.fromkeys(poolings))
     fields["demo"] = read_json(config_file(folder)).get("demo", False)
     encoder = load_encoder(folder, pooler=False)
+    _mix_layers(folder, encoder, [module for route in routes.values() for module in route])
     width, heads = encoder.config.hidden_size, {}
     for name, own in modules.items():
         side = {"input_type": name} if name in PROMPT_NAMES else {}
@@ -255,6 +259,26 @@ def _sentence_transformer(folder: Path) -> EncoderWithHeads:
 def _read_route(folder: Path, modules: Sequence[tuple[str, Path]]) -> HeadModules:
     pooling, normalize, layers = read_route(folder, modules)
     return pooling, normalize, tuple(read_layers(layers))
+
+
+def _mix_layers(folder: Path, encoder: nn.Module, modules: Sequence[tuple[str, Path]]) -> None:
+    """Let an encoder return the mean of its layers that a WeightedLayerPooling computes. Raises CheckpointError."""
+    places = {path for kind, path in modules if kind == WEIGHTED}
+    if len(places) > 1:
+        raise CheckpointError(f"{folder}: cannot serve routes with {WEIGHTED} of their own")
+    for path in places:
+        document = read_object(path / "config.json")
+        WEIGHTED_TABLE.check(path / "config.json", document)
+        weights = read_weights(path).get("layer_weights", torch.empty(0))
+        check_numbers("layer_weights", weights, str(path))
+        layers, first = encoder.config.num_hidden_layers, document.get("layer_start", 4)
+        known = type(first) is int and 0 <= first <= layers
+        if not known or weights.shape != (layers + 1 - first,):
+            raise CheckpointError(
+                f"{path}: layer_start = {first!r} with {weights.numel()} layer_weights does not fit {layers} layers"
+            )
+        if read_json(config_file(folder)).get("output_hidden_states"):
+            mix_layers(encoder, weights.tolist(), first)
 
 
 def _read_routes(folder: Path) -> dict[str, list[tuple[str, Path]]]:

@@ -18,6 +18,7 @@ from model.checkpoints.sentence_config import (
     NORMALIZE_TABLE,
     SENTENCE,
     STATIC,
+    WEIGHTED,
     check_module_names,
     encoder_folder,
     lower_case,
@@ -29,11 +30,13 @@ from model.checkpoints.tokenizer_files import MAX_LENGTH, read_model_max_length
 
 MODULES = {
     *("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize"),
-    *("MultiVectorMask", "SpladePooling", STATIC),
+    *("MultiVectorMask", "SpladePooling", STATIC, WEIGHTED),
 }
-EXPECTED = "Transformer, Pooling, any Dense and LayerNorm, and Normalize or not"
+EXPECTED = "Transformer, WeightedLayerPooling or not, Pooling, any Dense and LayerNorm, and Normalize or not"
 # The modules that our embedding head supports.
-ORDER = re.compile(r"Transformer, Pooling(, (Dense|LayerNorm))*(, Normalize)?")
+ORDER = re.compile(
+    r"Transformer(, WeightedLayerPooling)?, Pooling(, (Dense|LayerNorm))*(, Normalize)?"
+)
 
 
 def read_tokenizer(folder: Path, framed: bool = True) -> tokenizers.Tokenizer:

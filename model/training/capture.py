@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from model.attention import ScaledDotProductAttention
+from model.heads import encoder_layers
 
 
 @dataclass
@@ -52,7 +53,7 @@ def capture(
 
     hooks = [
         module.register_forward_hook(keep_hidden)
-        for module in (encoder.embeddings, *_layers(encoder))
+        for module in (encoder.embeddings, *encoder_layers(encoder))
     ]
     hooks.append(encoder.register_forward_hook(replace_last))
     if projections:
@@ -72,9 +73,3 @@ def capture(
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _layers(encoder: nn.Module) -> Iterator[nn.Module]:
-    """Yield the encoder's layers; ALBERT's are in groups."""
-    for layer in encoder.layers:
-        yield from layer if isinstance(layer, nn.ModuleList) else [layer]

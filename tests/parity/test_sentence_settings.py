@@ -16,7 +16,11 @@ from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTran
 from sentence_transformers.base import model as base_model
 from sentence_transformers.base.modules import Dense, Normalize, Router, Transformer
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
-from sentence_transformers.sentence_transformer.modules import LayerNorm, Pooling
+from sentence_transformers.sentence_transformer.modules import (
+    LayerNorm,
+    Pooling,
+    WeightedLayerPooling,
+)
 
 from export.goldens import run_torch
 from model.checkpoints import sentence_config
@@ -31,6 +35,7 @@ from model.checkpoints.sentence_config import (
     ROOT_TABLE,
     SENTENCE_FILES,
     TRANSFORMER_TABLE,
+    WEIGHTED_TABLE,
     read_module_list,
     read_pooling_mode,
     read_sentence_config,
@@ -42,6 +47,7 @@ from service.core import decode
 from service.core.bundle import PROMPT_NAMES
 from service.core.encode import Encoder
 from tests import hub, samples
+from tests.conftest import run_export
 
 TEXTS = [samples.text(words, seed=words) for words in (1, 9, 30, 200)]
 TEXTS += [TEXTS[1].upper(), "Ada  DREW a \u00c9t\u00e9."]
@@ -220,6 +226,22 @@ def test_layer_norm(folder):
         2:5
     ]
     assert_same_vectors(folder)
+
+
+@pytest.mark.parametrize("has_states", [True, False])
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+def test_weighted_layers(family, has_states, tmp_path):
+    """The mean of layers is pooled, if the encoder's configuration asks for all layers; exported, too."""
+    hub.save_sentence_transformer(
+        family, tmp_path / "first", "cls", output_hidden_states=has_states
+    )
+    made = SentenceTransformer(str(tmp_path / "first"), device="cpu")
+    weighted = WeightedLayerPooling(32, num_hidden_layers=2, layer_start=1)
+    weighted.layer_weights.data = torch.tensor([0.3, 1.2])
+    made.insert(1, weighted)
+    made.save(str(tmp_path / "second"))
+    assert_same_vectors(tmp_path / "second")
+    run_export(tmp_path / "second", tmp_path / "bundle")
 
 
 def test_pickled_dense(folder):
@@ -549,6 +571,7 @@ TABLES = [
     (POOLING_TABLE, (Pooling,), {*sentence_config.POOLING_MODES}),
     (DENSE_TABLE, (Dense,), set()),
     (LAYER_NORM_TABLE, (LayerNorm,), set()),
+    (WEIGHTED_TABLE, (WeightedLayerPooling,), set()),
     (NORMALIZE_TABLE, (Normalize,), set()),
     (MASK_TABLE, (MultiVectorMask,), set()),
 ]
