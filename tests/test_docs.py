@@ -220,12 +220,13 @@ def test_examples_of_settings_are_some(tmp_path):
     assert 2 == configure({"config": tmp_path / "quartet.toml"}).settings.http_workers
 
 
-def test_proxies_page_shows_the_files_that_are_shipped():
-    """The configurations on the page are those that the tests run, word for word."""
+def test_pages_show_the_configurations_that_are_shipped():
+    """The configurations of proxies on the pages are those that the tests run, word for word."""
     shipped = {path.name: path.read_text() for path in (ROOT / "deploy" / "proxies").iterdir()}
-    shown = [block for _, block in FENCE.findall(read("how-to/proxies.md"))]
+    pages = read("how-to/proxies.md") + read("how-to/cutover.md")
+    shown = [block for _, block in FENCE.findall(pages)]
 
-    assert {"nginx.conf", "haproxy.cfg", "envoy.yaml"} == shipped.keys()
+    assert {"nginx.conf", "nginx-cutover.conf", "haproxy.cfg", "envoy.yaml"} == shipped.keys()
     assert sorted(shipped.values()) == sorted(shown)
 
 
