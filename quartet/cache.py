@@ -19,6 +19,7 @@ from pathlib import Path
 
 from quartet.progress import Progress
 from service import __version__
+from service.core.addresses import RemoteError, address
 from service.core.bundle import BundleError
 from service.core.bundle_cache import (
     SOURCE,
@@ -32,7 +33,7 @@ from service.core.bundle_cache import (
     writing,
 )
 from service.core.bundle_versions import MANIFEST, versions_of
-from service.core.remote_files import RemoteError, address, files_at
+from service.core.remote_files import files_at
 from service.processes.child_process import child_python
 
 BUNDLES = Path("bundles")  # where `quartet train` writes

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from quartet import cache
 from service.core import bundle_cache
-from service.core.remote_files import address
+from service.core.addresses import address
 
 
 def parser() -> argparse.ArgumentParser:

@@ -16,11 +16,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from service.core.addresses import address
 from service.core.bundle import BundleError
 from service.core.data_files import sources
 from service.core.data_files.text_files import DataError
 from service.core.program_name import program_name
-from service.core.remote_files import address
 from service.observability import logs
 
 FORMATS = ("jsonl", "csv", "parquet")

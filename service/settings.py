@@ -23,10 +23,10 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from service.core.addresses import address
 from service.core.device_kind import DeviceKind, Slots
 from service.core.device_places import check_devices
 from service.core.device_table import KINDS, check_name, expected_kind
-from service.core.remote_files import address
 from service.keys import PLAIN, Keys
 from service.variables import PREFIX, is_ours, variable
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import SecretStr, ValidationError
 
-from service.core.remote_files import address
+from service.core.addresses import address
 from service.core.token_table import read_token_table
 from service.keys import ONLY, Key, Keys, digest, join_keys, read_keys
 from service.settings import Settings, Variables, did_you_mean, flag

@@ -28,7 +28,8 @@ from model.checkpoints.sentence_config import (
     read_all_modules,
 )
 from model.checkpoints.weight_files import ADAPTER, INDEX, PICKLE, SAFETENSORS
-from service.core.remote_files import RemoteError, address, copy, files_at
+from service.core.addresses import RemoteError, address
+from service.core.remote_files import copy, files_at
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 CONFIG_FILES = ("config.json", "heads.json", "provenance.json", ADAPTER)

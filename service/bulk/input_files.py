@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from service.bulk.rows import Row
+from service.core.addresses import address
 from service.core.data_files import columns, rows, sources
 from service.core.data_files.columns import Needs
 from service.core.data_files.text_files import DataError, read_lines
-from service.core.remote_files import address, copy, files_at
+from service.core.remote_files import copy, files_at
 
 ARROW = (".arrow", ".feather")
 ROWS = 1024  # that are read at once of a Parquet or Arrow file

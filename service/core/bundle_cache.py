@@ -16,9 +16,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from service.core.addresses import RemoteError, address
 from service.core.bundle import BundleError, parse_manifest
 from service.core.bundle_versions import MANIFEST
-from service.core.remote_files import RemoteError, address, copy, files_at
+from service.core.remote_files import copy, files_at
 
 SOURCE = "source.json"
 README = "README.md"  # which no manifest lists

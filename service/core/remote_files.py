@@ -4,32 +4,19 @@ Credentials are those of each library: the variables and files of AWS and Google
 """
 
 import hashlib
-import netrc
-import os
 import re
 import shutil
 import tempfile
-import urllib.error
-import urllib.request
-from base64 import b64encode
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Protocol
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
-SCHEME = re.compile(r"(hf|s3|gs|https?):/+(?=[^/])")
+from service.core.addresses import Listing, RemoteError, readable
+
 HUB = re.compile(r"((?:datasets|spaces)/)?([^/]+/[^/@]+)(?:@([^/]+))?(?:/(.+))?")
-TIMEOUT_S = 60.0  # of one read from a server
-TAGS = ("ETag", "Last-Modified", "Content-Length")  # headers by which versions of a file differ
 PART = 2**20  # bytes that are read at once
-
-# The version of each file, and the time of its last change in nanoseconds, or 0 where the store has none.
-Listing = Mapping[str, tuple[str, int]]
-
-
-class RemoteError(OSError):
-    """An address that cannot be read or written; the message contains it and the reason."""
 
 
 class Files(Protocol):
@@ -43,17 +30,6 @@ class Files(Protocol):
 
     def put(self, name: str, file: Path) -> None:
         """Write a local file, which appears at once or not at all."""
-
-
-def address(path: Path | str) -> str | None:
-    """Return the address that a path is, also a `Path`, which loses a slash of it; None for a local path."""
-    match = SCHEME.match(str(path))
-    return match and f"{match[1]}://{str(path)[match.end() :].rstrip('/')}"
-
-
-def full_name(path: Path | str) -> str:
-    """Return an address as it is written, or an absolute local path."""
-    return address(path) or str(Path(path).absolute())
 
 
 def files_at(url: str) -> Files:
@@ -71,23 +47,13 @@ def files_at(url: str) -> Files:
                 case "s3" | "gs":
                     return ArrowFiles(url)
                 case _:
-                    return HttpFiles(url)
+                    from service.core.web_files import WebFiles
+
+                    return WebFiles(url)
     except ModuleNotFoundError as error:
         extra = "hub" if scheme == "hf" else "bulk"
         package = f'pip install "quartet-serving[{extra}]"'
         raise RemoteError(f"{url}: needs {error.name}: {package}") from None
-
-
-@contextmanager
-def readable(url: str) -> Iterator[None]:
-    """Raise RemoteError for the errors of libraries, but FileNotFoundError for an absent file."""
-    try:
-        yield
-    except (FileNotFoundError, ModuleNotFoundError, RemoteError):
-        raise
-    except Exception as error:  # the many errors of three libraries mean one thing here
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise RemoteError(f"{url}: {reason}") from None
 
 
 def copy(files: Files, name: str, target: Path) -> str:
@@ -184,64 +150,3 @@ class HubFiles:
             self._api.upload_file(
                 path_or_fileobj=file, path_in_repo=self._path + name, **self._repository
             )
-
-
-class NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A refusal of redirects: the operator trusts an address, not the addresses to which it leads."""
-
-    def redirect_request(self, request: Any, file: Any, code: int, *rest: Any) -> None:
-        file.close()
-        raise RemoteError(
-            f"{request.full_url}: is redirected to another address, which is not followed"
-        )
-
-
-class HttpFiles:
-    """Files of a web server, which has no list of them."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._opener = urllib.request.build_opener(NoRedirect)
-
-    def list(self, known: Iterable[str] = ()) -> Listing:
-        found = {}
-        for name in known:
-            with suppress(FileNotFoundError), self._response(name) as response:
-                tags = (response.headers[tag] for tag in TAGS)
-                found[name] = (" ".join(filter(None, tags)), 0)
-        return found
-
-    @contextmanager
-    def open(self, name: str) -> Iterator[IO[bytes]]:
-        with self._response(name) as response:
-            yield response
-            if response.length:
-                raise RemoteError(f"{response.url}: {response.length} bytes are missing at its end")
-
-    @contextmanager
-    def _response(self, name: str) -> Iterator[Any]:
-        request = urllib.request.Request(f"{self._url}/{quote(name)}")
-        with readable(request.full_url):
-            if login := find_login(urlsplit(self._url).hostname or ""):
-                request.add_header("Authorization", f"Basic {b64encode(login).decode()}")
-            try:
-                response = self._opener.open(request, timeout=TIMEOUT_S)
-            except urllib.error.HTTPError as error:
-                error.close()
-                if error.code in (404, 410):
-                    raise FileNotFoundError(request.full_url) from None
-                raise
-            with response:
-                yield response
-
-    def put(self, name: str, file: Path) -> None:
-        raise RemoteError(f"{self._url}: cannot be written: name hf://, s3:// or gs://")
-
-
-def find_login(host: str) -> bytes | None:
-    """Return USER:PASSWORD of a host in `$NETRC` or `~/.netrc`; None where there is none."""
-    try:
-        found = netrc.netrc(os.environ.get("NETRC")).authenticators(host)
-    except (FileNotFoundError, RuntimeError):
-        return None
-    return f"{found[0]}:{found[2]}".encode() if found else None

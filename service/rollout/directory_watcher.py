@@ -18,9 +18,10 @@ from pathlib import Path
 
 import structlog
 
+from service.core.addresses import address, full_name
 from service.core.bundle import MANIFEST, BundleError
 from service.core.bundle_cache import Unreachable, fetch_bundle
-from service.core.remote_files import address, files_at, full_name
+from service.core.remote_files import files_at
 from service.engines.commands import LoadModel, UnloadModel
 from service.engines.model_state import ServedModel
 from service.errors import Conflict, QuartetError

@@ -20,9 +20,9 @@ from typing import Any
 import structlog
 
 from service.core import bundle as bundles
+from service.core.addresses import address
 from service.core.bundle import Bundle, BundleError, Manifest
 from service.core.bundle_cache import fetch_bundle, stored_bundle
-from service.core.remote_files import address
 from service.core.session import RUNTIME_ERRORS, trim
 from service.engines import model_state
 from service.engines.commands import (

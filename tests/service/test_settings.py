@@ -5,9 +5,9 @@ import pytest
 from pydantic import ValidationError
 
 from service import settings
+from service.core.addresses import address
 from service.core.cpu import CPU
 from service.core.cuda import CUDA
-from service.core.remote_files import address
 from service.settings import Settings, cgroup_cores, unknown_variables, usable_cores
 
 

@@ -9,9 +9,10 @@ import pytest
 from huggingface_hub import HfApi
 
 from service.core import bundle, bundle_cache
+from service.core.addresses import RemoteError, address
 from service.core.bundle import BundleError
 from service.core.bundle_cache import NoBundle, Unreachable, fetch_bundle, last_bundle, root
-from service.core.remote_files import RemoteError, address, copy, files_at
+from service.core.remote_files import copy, files_at
 from tests.hub_server import serve_hub
 from tests.stores import BUCKET, WebServer, serve_folder, serve_s3, upload
 
