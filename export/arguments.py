@@ -45,7 +45,9 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--name", help="the model's name in requests; OUT's name by default")
     parser.add_argument("--version", default="1", help="the bundle's version; default: 1")
-    parser.add_argument("--max-length", type=int, help="tokens; the checkpoint's own by default")
+    parser.add_argument(
+        "--max-length", type=int, help="tokens; the checkpoint's own by default, up to 8,192"
+    )
     parser.add_argument(
         "--eval",
         nargs="+",

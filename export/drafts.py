@@ -23,6 +23,8 @@ from service.core.encode import Encoder
 from service.core.session import RUNTIME
 
 TOKENIZER = "tokenizer.json"
+# Tokens. Attention on a CPU has a number for each head and pair of tokens: 4 GB in 16 heads.
+DEFAULT_LENGTH = 8192
 NO_VECTORS = {"matryoshka_dimensions"}  # a field of embedding heads that changes no vector
 # Fields that the hash of an embedding space omits where a head does not use them.
 OPTIONAL_FIELDS = (
@@ -148,11 +150,13 @@ def choose_dimensions(request: ExportRequest, heads: Mapping[str, Head]) -> dict
 
 
 def choose_max_length(request: ExportRequest, longest: int | None) -> int:
-    """Return the requested length, else `longest`, in tokens. Raises ValueError for none and for one out of range.
+    """Return the requested length in tokens, else `longest` up to DEFAULT_LENGTH.
+
+    Raises ValueError for none and for one out of range.
 
     longest: the checkpoint's own length; None if it has none
     """
-    chosen = request.max_length or longest
+    chosen = request.max_length or (longest and min(longest, DEFAULT_LENGTH))
     if chosen is None:
         raise ValueError("--max-length: the checkpoint does not say how long its inputs may be")
     if chosen < 8 or chosen > (longest or chosen):

@@ -4,6 +4,7 @@ that transformers wrote is exported, in all its graphs, and served with transfor
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -147,6 +148,15 @@ CASES = {
         },
     ),
     "gte, no segments": Case("gte", {"type_vocab_size": 0}),
+    "jina_embeddings_v3": Case("jina_embeddings_v3"),
+    "jina_embeddings_v3, faster": Case(
+        "jina_embeddings_v3",
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+            "type_vocab_size": 2,
+            "pad_token_id": 3,
+        },
+    ),
     "eurobert": Case("eurobert", EURO),
     "eurobert, grouped": Case(
         "eurobert",
@@ -238,7 +248,10 @@ NOT_THERE = {
 
 
 # Families whose reference takes token types.
-SEGMENTED = {"bert", "albert", "electra", "nomic_bert", "gte", "deberta", "deberta-v2"}
+SEGMENTED = {
+    *("bert", "albert", "electra", "nomic_bert", "gte", "deberta", "deberta-v2"),
+    "jina_embeddings_v3",
+}
 
 
 def sample(case: Case, lengths: Any = LENGTHS["mixed"], seed: int = 0) -> Packed:
@@ -700,6 +713,9 @@ def export_family(model_type: str, folder: Path) -> Exported:
     kinds = {n: kind for n, kind in KINDS.items() if n != "masked" or model_type in PRETRAINABLE}
     for name, kind in kinds.items():
         hub.save(model_type, folder / name, kind, **told)
+        # Two unigram tokenizers of the same texts may differ.
+        shutil.copy(folder / "classifier" / "tokenizer.json", folder / "shared.json")
+        shutil.copy(folder / "shared.json", folder / name / "tokenizer.json")
     first, *others = (kind.from_pretrained(folder / name) for name, kind in kinds.items())
     for second in others:
         second.base_model.load_state_dict(first.base_model.state_dict(), strict=False)
@@ -708,7 +724,7 @@ def export_family(model_type: str, folder: Path) -> Exported:
     described = {name: head for model in models for name, head in model.described.items()}
     joint = EncoderWithHeads(models[0].config, described)
     joint.load_state_dict({n: t for model in models for n, t in model.state_dict().items()})
-    writer.save_joint(folder / "joint", joint, folder / "classifier" / "tokenizer.json")
+    writer.save_joint(folder / "joint", joint, folder / "shared.json")
     out = folder / model_type
     half = ["fp16"] if FAMILIES[model_type].fits_half else []
     run_export(folder / "joint", out, "--precision", "fp32", "int8", *half)

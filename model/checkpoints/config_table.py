@@ -182,6 +182,13 @@ GTE = _file(
     *no_effect("logn_attention_clip1", "use_memory_efficient_attention", note=RUNTIME),
     *no_effect("unpad_inputs", note=RUNTIME),
 )
+JINA = _file(
+    "jina_embeddings_v3",
+    *SHAPE,
+    *SEGMENTS,
+    *CLASSIFIER_DROPOUT,
+    *honored("rope_parameters", "rope_theta", "head_dim"),
+)
 LLAMA_SETTINGS = (
     *SIZES,
     *ACTIVATION,
@@ -242,7 +249,7 @@ DEBERTA_V2 = _file(
 
 CONFIG_TABLES = (
     *(ALL, BERT, ROBERTA, DISTILBERT, ALBERT, ELECTRA, MPNET),
-    *(MODERNBERT, NOMIC_BERT, GTE, EUROBERT, QWEN3, GEMMA3, DEBERTA, DEBERTA_V2),
+    *(MODERNBERT, NOMIC_BERT, GTE, JINA, EUROBERT, QWEN3, GEMMA3, DEBERTA, DEBERTA_V2),
 )
 OF_FAMILY: Mapping[str, SettingsFile] = {
     "bert": BERT,
@@ -256,6 +263,7 @@ OF_FAMILY: Mapping[str, SettingsFile] = {
     "modernbert": MODERNBERT,
     "nomic_bert": NOMIC_BERT,
     "gte": GTE,
+    "jina_embeddings_v3": JINA,
     "eurobert": EUROBERT,
     "qwen3": QWEN3,
     "gemma3_text": GEMMA3,

@@ -9,6 +9,7 @@ from model.families.electra import ELECTRA
 from model.families.eurobert import EUROBERT
 from model.families.gemma3 import GEMMA3
 from model.families.gte import GTE
+from model.families.jina import JINA
 from model.families.modernbert import MODERNBERT
 from model.families.mpnet import MPNET
 from model.families.nomic_bert import NOMIC_BERT
@@ -30,6 +31,7 @@ FAMILIES: dict[str, Family] = {
         MODERNBERT,
         NOMIC_BERT,
         GTE,
+        JINA,
         EUROBERT,
         QWEN3,
         GEMMA3,

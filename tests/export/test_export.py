@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from export import from_checkpoint, trace_graphs, verify
 from export.__main__ import main, read_request
 from export.comparison import compare_graphs
+from export.drafts import choose_max_length
 from export.goldens import run_torch
 from export.passes import quantize
 from export.passes.portable import make_portable
@@ -436,6 +437,13 @@ def test_graphs_are_compared_at_the_end(tiny_bundle):
     assert ("int8", "near") == (int8.split()[0], int8.split()[-1])
     assert 0 < float(int8.split()[1])
     assert "--precision fp32 or --precision int8" in choice
+
+
+@pytest.mark.parametrize(("flags", "length"), [([], 8192), (["--max-length", "16384"], 16384)])
+def test_long_texts_on_request_only(flags, length, tiny_checkpoint):
+    """A model of 32,768 positions reads 8,192 tokens, unless the command states more."""
+    request = read_request([str(tiny_checkpoint), "out", *flags])
+    assert length == choose_max_length(request, 32768)
 
 
 def test_the_default_precision_may_be_any_of_the_graphs(tiny_checkpoint):

@@ -85,7 +85,13 @@ def test_every_family(name, tokenizer_files, topics_file, tmp_path):
     kept = tmp_path / "first" / "checkpoint"
 
     auto = transformers.AutoModelForPreTraining
-    if name in ("modernbert", "nomic_bert", "gte", "eurobert"):  # which are not listed for it
+    if name in (
+        "modernbert",
+        "nomic_bert",
+        "gte",
+        "jina_embeddings_v3",
+        "eurobert",
+    ):  # which are not listed for it
         auto = transformers.AutoModelForMaskedLM
     _, report = auto.from_pretrained(kept, output_loading_info=True)
     assert not report["missing_keys"]

@@ -26,7 +26,7 @@ def test_special_tokens_come_first():
 
 FRAMED = ("[CLS] {0} [SEP]", "[CLS] {0} [SEP] {1} [SEP]")
 OTHERWISE = dict.fromkeys(
-    ("roberta", "xlm-roberta", "camembert", "mpnet", "gte"),
+    ("roberta", "xlm-roberta", "camembert", "mpnet", "jina_embeddings_v3", "gte"),
     ("<s> {0} </s>", "<s> {0} </s> </s> {1} </s>"),
 )
 START, END = "<|begin_of_text|>", "<|end_of_text|>"

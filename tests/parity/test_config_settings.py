@@ -195,6 +195,8 @@ REFUSED_VALUES: list[tuple[str, str, Any]] = [
     ("gte", "rope_parameters", {"rope_type": "linear", "rope_theta": 5.0, "factor": 0.5}),
     ("gte", "rope_scaling", {"type": "ntk", "factor": 8.0, "mixed_b": 0.9}),
     ("gte", "head_dim", 16),
+    ("jina_embeddings_v3", "head_dim", 16),
+    ("jina_embeddings_v3", "rope_parameters", {"rope_type": "yarn", "factor": 2.0}),
     ("eurobert", "hidden_act", "gelu"),
     ("eurobert", "num_key_value_heads", 3),
     ("eurobert", "head_dim", 7),
