@@ -131,7 +131,7 @@ def make_head(head: Head, hidden_size: int) -> Dense:
         nn.init.eye_(made.dense[0].weight)
         nn.init.zeros_(made.dense[0].bias)
         return made
-    pooling = () if head.per_token else ("cls", "mean")
+    pooling = () if head.per_token else ("mean", "max")
     layers = Layers(pooling=pooling, activations=("gelu", "none"))
     return Dense(layers, [hidden_size * max(len(pooling), 1), WIDTH, head.width], DROPOUT)
 

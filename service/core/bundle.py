@@ -397,7 +397,7 @@ class Layers(_Record):
     activations: of each dense layer
     """
 
-    pooling: tuple[Literal["mean", "cls"], ...] = ()
+    pooling: tuple[Literal["mean", "cls", "max"], ...] = ()
     activations: tuple[Activation, ...] = Field(min_length=1)
 
 

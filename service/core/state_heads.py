@@ -30,6 +30,7 @@ ACTIVATIONS: Mapping[Activation, Callable[[Floats], Floats]] = {
 POOLINGS: Mapping[str, Callable[[Floats], Floats]] = {
     "mean": lambda states: states.mean(axis=0),
     "cls": lambda states: states[0],
+    "max": lambda states: states.max(axis=0),
 }
 
 
