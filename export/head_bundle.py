@@ -21,7 +21,6 @@ from service.core import bundle
 from service.core.bundle import SHARED_VERSION, Golden, Manifest, cosine
 from service.core.bundle_versions import next_version
 from service.core.cpu import CPU
-from service.core.encode import Window
 from service.core.session import RUNTIME
 from service.core.state_heads import save_heads
 
@@ -36,12 +35,8 @@ class FrozenSettings(FinetuneSettings):
 
 def golden_outputs(encoder: FrozenEncoder, trained: TrainedHead) -> np.ndarray:
     """Return the head's outputs for the goldens of its encoder, each in a batch of its own."""
-    golden = encoder.bundle.golden
-    ends = golden.lengths.cumsum()[:-1]
-    parts = (np.split(array, ends) for array in (golden.input_ids, golden.token_type_ids))
-    states = [encoder.run([Window(*own)])[0]["states"] for own in zip(*parts, strict=True)]
     join = np.concatenate if trained.described.per_token else np.stack
-    return join([trained.head(own) for own in states])
+    return join([trained.head(states) for states in encoder.golden_states()])
 
 
 def measure_tolerances(

@@ -69,6 +69,13 @@ class FrozenEncoder:
         outputs = {"states": self._session.run(packed, (name,))[name]}
         return split(outputs, len(windows), {"states": packed.layout.cu_seqlens})
 
+    def golden_states(self) -> list[Floats]:
+        """Return the hidden states of each golden of the bundle, in a batch of its own."""
+        golden = self.bundle.golden
+        ends = golden.lengths.cumsum()[:-1]
+        parts = (np.split(array, ends) for array in (golden.input_ids, golden.token_type_ids))
+        return [self.run([Window(*own)])[0]["states"] for own in zip(*parts, strict=True)]
+
 
 class Features:
     """The inputs of a head's dense layers for windows: states, or pooled states. They are computed once and kept."""
