@@ -119,7 +119,7 @@ def main() -> int:
     except (SideError, BundleError) as error:
         print(f"quartet: {error}", file=sys.stderr)
         return 3
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError) as error:
         print(f"quartet: compare: {error}", file=sys.stderr)
         return 2
     print(render(report))
@@ -191,7 +191,12 @@ async def open_side(stack: AsyncExitStack, arguments: argparse.Namespace, name: 
         dialect = getattr(arguments, f"dialect_{name}")
         if dialect and dialect not in PATHS:
             raise ValueError(f"--dialect-{name}: {dialect} is none of {', '.join(PATHS)}")
-        headers = dict(own.split(":", 1) for own in arguments.header)
+        headers = {}
+        for own in arguments.header:
+            header, colon, value = own.partition(":")
+            if not colon:
+                raise ValueError(f"--header: {own!r} is not NAME:VALUE")
+            headers[header] = value.strip()
         server = Server(given, dialect, headers, arguments.model, arguments.head)
         stack.callback(server.close)
         return server
@@ -206,12 +211,14 @@ async def open_side(stack: AsyncExitStack, arguments: argparse.Namespace, name: 
 
 
 def read_items(file: Path, task: Task) -> list[Item]:
-    """Return the items of a file. Raises OSError, ValueError and KeyError."""
+    """Return the items of a file. Raises OSError and ValueError."""
     lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     items: list[Item] = [(line,) for line in lines]
     if file.suffix == ".jsonl":
         names = FIELDS.get(task, ("text",))
-        rows = [[json.loads(line)[name] for name in names] for line in lines]
+        rows = [[own.get(name) for name in names] for own in map(json.loads, lines)]
+        if bad := [number for number, row in enumerate(rows, 1) if None in row]:
+            raise ValueError(f"{file}, row {bad[0]}: {task} need {' and '.join(names)}")
         items = [
             tuple(part for own in row for part in (own if isinstance(own, list) else [own]))
             for row in rows

@@ -164,7 +164,8 @@ def of_answers(
             ("prompt", text) for text in dict.fromkeys([*head.named_prompts.values(), *PROMPTS])
         )
     elif task in ("labels", "reranking"):
-        yield from (("activation", function) for function in ("none", "sigmoid", "softmax"))
+        functions = ("none", "sigmoid", "softmax")[: 2 if task == "reranking" else 3]
+        yield from (("activation", function) for function in functions)
         if task == "labels" and (names := other_names(ours, theirs)):
             yield "labels", names
     elif task in ("entities", "answers"):

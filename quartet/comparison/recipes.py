@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from quartet.comparison.sides import Item, Task
 from service.core import encode
-from service.core.decode import LabelScore
+from service.core.decode import LabelScore, sigmoid
 from service.core.encode import Cut, Encoder
 from service.engines.engine import Engine, Reply
 from service.engines.task_plan import TaskPlan
@@ -127,7 +127,7 @@ class RecipeTask:
             if key not in self._encoders:
                 self._encoders[key] = RecipeEncoder(engine.encoder, self._recipe)
             self.engine.encoder = self._encoders[key]
-        task = self._make()
+        task = self._make(heads)
         if self._task == "reranking":
             name = heads[0] if heads else select_ranking_head(engine)
             self._ranking = task = make_ranking(self.engine, name, task)
@@ -135,7 +135,7 @@ class RecipeTask:
         plan: TaskPlan[Any, Any] = task.plan(self.engine, heads)
         return plan
 
-    def _make(self) -> Any:
+    def _make(self, heads: Heads) -> Any:
         recipe, (text, *more) = self._recipe, self._item
         # Windows, of which the recipe's encoder makes only one, get all tokens of a text.
         cut: Any = "window" if recipe.truncation == "left" else True
@@ -145,7 +145,7 @@ class RecipeTask:
             case "embeddings":
                 prompt = recipe.prompt
                 if prompt is None:
-                    _, head = self.engine.select_head("embedding", ())
+                    _, head = self.engine.select_head("embedding", heads)
                     prompt = head.default_prompt_text
                 together = [prompt + text]
                 return Embedding(
@@ -160,7 +160,7 @@ class RecipeTask:
             case "answers":
                 return QuestionAnswering(questions=[text], contexts=more, truncate=cut)
             case "reranking":
-                raw = recipe.activation == "none"
+                raw = recipe.activation is not None
                 return Reranking(query=text, documents=more, raw_scores=raw, truncate=cut)
             case "sparse":
                 return SparseEmbedding(inputs=[text], truncate=cut)
@@ -168,7 +168,10 @@ class RecipeTask:
     def read(self, reply: Reply[Any]) -> Any:
         """Return the answer in a reply, as `Side.answer` does."""
         if self._ranking is not None:
-            ranked = rank(self._ranking.scores(self.engine, reply))
+            scores = self._ranking.scores(self.engine, reply)
+            if self._recipe.activation == "sigmoid":
+                scores = sigmoid(np.array(scores, np.float32)).tolist()
+            ranked = rank(scores)
             return [LabelScore(str(one.position), one.score) for one in ranked]
         return convert(reply.results[0], self._item[-1], self._recipe)
 

@@ -16,7 +16,7 @@ from quartet import compare
 from quartet.comparison import figures, servers
 from quartet.comparison.bundle_side import BundleSide
 from quartet.comparison.causes import explain
-from quartet.comparison.recipes import positions
+from quartet.comparison.recipes import Recipe, positions
 from service.core.decode import EntitySpan, LabelScore, SparseVector
 from service.embedded import EmbeddedService
 from tests import samples
@@ -398,6 +398,53 @@ async def test_a_difference_of_a_small_model_is_named(options, causes, tiny_bund
     async with BundleSide(str(tiny_bundle)) as lab:
         found = await explain(lab, "embeddings", [(text,) for text in texts], theirs)
     assert (causes, "fp32") == ([*found.causes], found.equal)
+
+
+@pytest.mark.slow
+async def test_differences_of_pairs_and_of_sparse_vectors_are_named(tasks_bundle):
+    """Of scores by another function, and of pairs without types of tokens; cut texts are not explained."""
+    pairs: list[Any] = [(TEXTS[0], *TEXTS[4:9]), (TEXTS[1], *TEXTS[5:9])]
+    async with EmbeddedService(tasks_bundle) as service, BundleSide(str(tasks_bundle)) as lab:
+
+        async def causes_of(task: Any, items: Any, theirs: Any) -> Any:
+            found = await explain(lab, task, items, theirs)
+            assert "fp32" == found.equal
+            return [*found.causes]
+
+        ranked = [await service.rerank(query, list(own)) for query, *own in pairs]
+        raw = [await service.rerank(q, list(own), raw_scores=True) for q, *own in pairs]
+        for made, expected in ((ranked, []), (raw, ["activation"])):
+            theirs = [[LabelScore(str(one.position), one.score) for one in own] for own in made]
+            assert expected == await causes_of("reranking", pairs, theirs)
+        untyped = [await lab.answer("reranking", own, Recipe(token_type=0)) for own in pairs]
+        assert ["token_type"] == await causes_of("reranking", pairs, untyped)
+        items = [(text,) for text in TEXTS]
+        same = await service.embed_sparse(TEXTS)
+        assert [] == await causes_of("sparse", items, same)
+        first = await service.embed_sparse([" ".join(text.split()[:20]) for text in TEXTS])
+        found = await explain(lab, "sparse", items, first)
+        assert ([], "") == ([*found.causes], found.equal), "it is no cause that is tried"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options", "reason"),
+    [
+        ("t.jsonl", '{"query": "a"}', ["--task", "reranking"], "row 1: reranking need query and"),
+        ("t.jsonl", "{", [], "Expecting"),
+        ("t.txt", "", [], "no texts"),
+        ("t.txt", "a", ["--task", "answers"], "answers need .jsonl"),
+        ("t.txt", "a", ["--header", "none"], "--header: 'none' is not NAME:VALUE"),
+        ("t.txt", "a", ["--dialect-b", "none"], "--dialect-b: none is none of quartet, tei"),
+    ],
+)
+def test_wrong_arguments(
+    name, content, options, reason, tiny_bundle, monkeypatch, tmp_path, capsys
+):
+    (tmp_path / name).write_text(content)
+    made = [str(tiny_bundle), "http://127.0.0.1:9", "--texts", str(tmp_path / name)]
+    monkeypatch.setattr(sys, "argv", ["quartet compare", *made, "--dialect-b", "plain", *options])
+    assert 2 == compare.main()
+    assert reason in capsys.readouterr().err
 
 
 async def test_a_bundle_has_its_tasks(tiny_bundle):
