@@ -184,6 +184,15 @@ class Settings(BaseSettings):
         description="sequences times the squared length of the longest, in one batch on a GPU, for graphs whose"
         " attention may store that many scores; unset, from the GPU's memory; lower it if memory runs out",
     )
+    cache_mb: int = Field(
+        0,
+        ge=0,
+        description="MiB in each HTTP process for results that are returned again for equal texts; 0 remembers none",
+    )
+    cache_shared: bool = Field(
+        False,
+        description="let tenants share remembered results; a fast response then tells that another one sent the text",
+    )
     max_batch_ms: float = Field(
         100.0,
         gt=0,

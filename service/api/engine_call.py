@@ -193,8 +193,10 @@ class Call(Generic[R]):
         """Return the headers that tell how an answer was made."""
         timing = reply.timing
         receipt = self.receipt
+        remembered = reply.usage.windows and not timing.batch_size
         return {
             **({} if receipt is None else {HEADER: make_receipt(receipt, self.engine, reply)}),
+            **({"X-Quartet-Cache": "hit"} if remembered else {}),
             "Server-Timing": server_timing(
                 parse=self.context.stages[0],
                 encode=timing.encode_s,

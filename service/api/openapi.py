@@ -169,6 +169,7 @@ RESPONSE_HEADERS: dict[str, str] = {
     "X-Request-Id": "The request's name, as given or made up.",
     "Server-Timing": "Milliseconds of parse, encode, queue, inference, return and decode, and in total.",
     "X-Quartet-Batch": "The batch that the answer rode in: `size=8;tokens=312`.",
+    "X-Quartet-Cache": "`hit` if all results are remembered ones, see `cache_mb`.",
     "X-Quartet-Head": "The heads that the results are from.",
     "X-Quartet-Model": "The bundle's hash, precision, provider and runtime.",
     "X-Quartet-Receipt": "How the answer was made, for `quartet replay`; only there if the request has this header.",

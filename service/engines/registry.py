@@ -15,6 +15,7 @@ from service.engines.device import Device
 from service.engines.engine import Engine
 from service.engines.mirroring import Compared, MirroredTraffic
 from service.engines.model_state import Models, ServedModel, current
+from service.engines.result_cache import ObserveFound, ResultCache
 from service.engines.task_plan import Limits
 from service.errors import UnknownModel
 from service.scheduling.text_threads import TextThreads
@@ -28,7 +29,8 @@ class Engines:
 
     execute: executes a command, as `ModelManager.execute` does
     compared: called with the results of compared copies
-    settings: the limits of each request
+    settings: the limits of each request, and the cache of results
+    found: called with the windows of each request that were found in the cache, if there is one
     """
 
     def __init__(
@@ -37,7 +39,12 @@ class Engines:
         execute: ExecuteCommand,
         compared: Compared,
         settings: Settings,
+        found: ObserveFound = lambda found: None,
     ) -> None:
+        self._cache: ResultCache | None = None
+        if settings.cache_mb:
+            shared = settings.cache_shared
+            device = self._cache = ResultCache(device, settings.cache_mb * 2**20, shared, found)
         self.load = device.load
         self.loads = device.loads
         self.alive = device.alive
@@ -75,6 +82,8 @@ class Engines:
         kept = set(engines.values())
         for engine in set(self._by_id.values()) - kept:
             self._leaving[engine] = asyncio.create_task(self._end(engine))
+        if self._cache is not None:
+            self._cache.keep({model.id: model.sha256 for model in models})
         self._by_id = engines
         self._by_name = by_name(models, engines)
         self._views.clear()

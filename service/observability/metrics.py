@@ -190,6 +190,11 @@ class Metrics:
             "Results of a candidate version for mirrored requests, by comparison with the current version.",
             "model head outcome",
         )
+        self._found = self._counter(
+            "quartet_cache_windows_total",
+            "Windows by where their outputs come from, if results are remembered.",
+            "outcome",
+        )
         self._lost_lines = self._counter(
             "quartet_log_lines_lost_total",
             "Log lines dropped because standard error was full, closed or not read, without the main process's lines.",
@@ -265,6 +270,11 @@ class Metrics:
         self._compared.labels(model, head, outcome).inc(number)
         counts = self.compared.setdefault(model, {}).setdefault(head, {})
         counts[outcome] = counts.get(outcome, 0) + number
+
+    def observe_found(self, found: Mapping[str, int]) -> None:
+        """Count windows by where their outputs come from, see `service.engines.result_cache`."""
+        for outcome, number in found.items():
+            self._found.labels(outcome).inc(number)
 
     def observe_lost_lines(self, number: int) -> None:
         self._lost_lines.inc(number)

@@ -107,7 +107,8 @@ async def open_remote_engines(
 ) -> AsyncIterator[Engines]:
     """Yield engines on the inference processes, once the first has opened its bundles. Raises ValueError."""
     first = devices[0]
-    engines = Engines(computing, first.execute, metrics.observe_comparison, settings)
+    compared, found = metrics.observe_comparison, metrics.observe_found
+    engines = Engines(computing, first.execute, compared, settings, found)
     watching = [asyncio.create_task(device.watch()) for device in devices]
     try:
         await first.follow(engines)

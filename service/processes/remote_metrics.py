@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from service.observability import logs
@@ -38,6 +38,9 @@ class RemoteMetrics:
 
     def observe_comparison(self, model: str, head: str, outcome: str, number: int) -> None:
         self._forward("observe_comparison", model, head, outcome, number)
+
+    def observe_found(self, found: Mapping[str, int]) -> None:
+        self._forward("observe_found", found)
 
     def _forward(self, method: str, *arguments: Any) -> None:
         """Call a method of the inference process's metrics with the next push."""

@@ -96,7 +96,8 @@ async def open_local_engines(
     async with open_device(settings, metrics) as device:
         manager = ModelManager(device, settings, metrics, trial=trial)
         await asyncio.to_thread(manager.open)
-        engines = Engines(device, manager.execute, metrics.observe_comparison, settings)
+        compared, found = metrics.observe_comparison, metrics.observe_found
+        engines = Engines(device, manager.execute, compared, settings, found)
         try:
             await manager.follow(engines)
             watching = asyncio.create_task(watch(manager, settings))

@@ -205,3 +205,40 @@ async def test_a_bundle_at_an_address(mini_bundle, tmp_path, monkeypatch):
         assert [] == web.requests  # before it is entered
         async with service:
             assert 1 == len(await service.embed("a"))
+
+
+@pytest.mark.parametrize("path", CALLS)
+async def test_remembered_results_have_the_same_bytes(tasks_bundle, path):
+    """For every task; the second response says that it was remembered, and was in no batch."""
+    fields = CALLS[path][1]
+    async with (
+        EmbeddedService(tasks_bundle, cache_mb=64) as service,
+        client_of(service.app) as client,
+    ):
+        first, again = [(await client.post(path, json=fields)).raise_for_status() for _ in range(2)]
+    assert first.content == again.content
+    assert "x-quartet-cache" not in first.headers
+    assert again.headers["x-quartet-cache"] == "hit"
+    assert again.headers["x-quartet-batch"] == "size=0;tokens=0"
+
+
+@pytest.mark.slow
+async def test_a_swapped_model_leaves_no_result_behind(tiny_bundle, tasks_bundle, tmp_path):
+    """Two models take turns under one id; each response is that of the model that is served."""
+    for name, source in (("a", tiny_bundle), ("b", tasks_bundle)):
+        shutil.copytree(source, tmp_path / name)
+        restate(tmp_path / name, name="m", version="1")
+    shutil.copytree(tiny_bundle, tmp_path / "other")
+    expected = {}
+    for name in ("a", "b"):
+        async with EmbeddedService(tmp_path / name) as service:
+            expected[name] = await service.embed(TEXTS)
+    assert not np.array_equal(expected["a"], expected["b"])
+    options = {"cache_mb": 16, "models_dir": tmp_path}
+    async with EmbeddedService(tmp_path / "other", **options) as service:
+        for turn in range(10):
+            name = "ab"[turn % 2]
+            await service.load_model(name)
+            for _ in range(2):
+                assert np.allclose(await service.embed(TEXTS, model="m"), expected[name], atol=1e-5)
+            await service.unload_model("m@1")
