@@ -159,8 +159,9 @@ class ZeroShotResponse(ClassifyResponse):
 
 class AnalyzeResponse(ModelResponse):
     heads: list[str]
-    results: list[dict[str, list[Any]] | None] = Field(
-        description="per input, the result of each head as its own route has it: labels, entity groups, or numbers"
+    results: list[dict[str, list[Any] | SparseEmbedding] | None] = Field(
+        description="per input, the result of each head as its own route has it: labels, entity groups, numbers, "
+        "or sparse weights"
     )
 
 

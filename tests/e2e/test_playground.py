@@ -281,6 +281,9 @@ def test_weights_are_sorted(browser, tasks_bundle):
         (found,) = run(page, "weights", inputs="Ada sold every river.")["embeddings"]
         order = sorted(range(12), key=lambda place: -found["values"][place])
         assert [found["tokens"][place] for place in order] == texts(page, "#weights .bar-label")
+        (analysis,) = run(page, "analyze", inputs="Ada sold every river.")["results"]
+        number = len(analysis["weights"]["indices"])
+        assert f"Weights of {number} tokens" in texts(page, "#analyze .summary")
         for head in ("weights", "tokens"):
             page.select_option("#rerank [name=head]", head)
             ranked = run(page, "rerank", query="Who sold it?", documents="Ada sold it.\nAt dawn.")

@@ -201,8 +201,11 @@ function showRanking({ results }, { documents }) {
 }
 
 function showAnalysis({ results: [found], heads }, sent) {
+  const summary = (text) => [node("p", { className: "summary" }, text)];
   const shown = (result) => {
-    if (typeof result[0] === "number") return [node("p", { className: "summary" }, `A vector of ${result.length} numbers`)];
+    if (result.indices) return summary(`Weights of ${tokens(result.indices.length)}`);
+    if (Array.isArray(result[0])) return summary(`Vectors of ${tokens(result.length)}`);
+    if (typeof result[0] === "number") return summary(`A vector of ${result.length} numbers`);
     if (!result.length || "start" in result[0]) return showEntities({ results: [result] }, sent);
     return showLabels({ results: [result] });
   };
