@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from service.core.bundle_cache import (
     entries,
     entry_of,
     fetch,
+    remove_entry,
     root,
     writing,
 )
@@ -294,6 +294,4 @@ def remove(unwanted: Iterable[Entry], keep: str = "") -> None:
     """Remove entries, but for the one with the key `keep`."""
     for entry in unwanted:
         if entry.source.key != keep:
-            hidden = entry.folder.with_name(f".{entry.folder.name}.removed")
-            entry.folder.rename(hidden)  # a process that opens it finds all or nothing
-            shutil.rmtree(hidden)
+            remove_entry(entry)

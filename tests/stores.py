@@ -1,10 +1,9 @@
 """Stores on this machine: a web server of a folder's files, and an S3 server where its environment is built."""
 
-import os
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -19,6 +18,7 @@ from tests.e2e.client_calls.environments import environment
 from tests.http_thread import serving_in_thread
 
 BUCKET = "s3://models"
+PUBLIC = "gs://anonymous@models"
 
 
 class WebServer(ThreadingHTTPServer):
@@ -59,36 +59,51 @@ def serve_folder(folder: Path) -> Iterator[WebServer]:
 
 
 @contextmanager
-def serve_s3() -> Iterator[dict[str, str]]:
-    """Serve an S3 store with the bucket of `BUCKET`; yields the variables that name it. Skips where moto is absent."""
-    try:
-        python = environment("moto").python()
-    except Unavailable as error:
-        pytest.skip(f"moto: {error}")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    server = python.with_name("moto_server")
-    process = subprocess.Popen(
-        [python, server, "-H", "127.0.0.1", "-p", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+def serve_s3() -> Iterator[None]:
+    """Serve an S3 store with the bucket of `BUCKET`. Skips where moto is absent."""
     variables = {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ENDPOINT_URL": "http://127.0.0.1:{port}",
         "AWS_ACCESS_KEY_ID": "test",
         "AWS_SECRET_ACCESS_KEY": "test",
         "AWS_EC2_METADATA_DISABLED": "true",
     }
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        wait_for(port)
+    with serving("moto", "moto_server -H 127.0.0.1 -p {port}", variables):
         make_bucket()
-        yield variables
+        yield
+
+
+@contextmanager
+def serve_gcs() -> Iterator[None]:
+    """Serve a store of Google's with the bucket of `PUBLIC`. Skips where its emulator is absent."""
+    command = "gcp-storage-emulator start --host 127.0.0.1 --port {port} --in-memory"
+    variables = {"CLOUD_STORAGE_EMULATOR_ENDPOINT": "http://127.0.0.1:{port}"}
+    with serving("gcs", f"{command} --default-bucket models", variables):
+        yield
+
+
+@contextmanager
+def serving(name: str, command: str, variables: Mapping[str, str]) -> Iterator[None]:
+    """Run a server of an environment on a free port, with the variables by which clients find it."""
+    try:
+        python = environment(name).python()
+    except Unavailable as error:
+        pytest.skip(f"{name}: {error}")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    program, *arguments = command.format(port=port).split()
+    process = subprocess.Popen(
+        [python, python.with_name(program), *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for variable, value in variables.items():
+                patch.setenv(variable, value.format(port=port))
+            wait_for(port)
+            yield
     finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
         process.terminate()
         process.wait(30)
 

@@ -106,6 +106,13 @@ def writing(source: Source) -> Iterator[Path | None]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def remove_entry(entry: Entry) -> None:
+    """Remove an entry; a process that opens it meanwhile finds all or nothing."""
+    hidden = entry.folder.with_name(f".{entry.folder.name}.removed")
+    entry.folder.rename(hidden)
+    shutil.rmtree(hidden)
+
+
 # -- bundles at addresses -----------------------------------------------------------------------------
 
 
@@ -166,6 +173,13 @@ def stored_bundle(path: str, sha256: str) -> Path:
     if url is not None and (entry := entry_of(Source(url, key_of(sha256)))):
         return entry.bundle
     return fetch_bundle(path)
+
+
+def forget(path: str, sha256: str) -> None:
+    """Remove a bundle that was downloaded from an address and is not served any more, unless it is absent."""
+    url = address(path)
+    if url is not None and (entry := entry_of(Source(url, key_of(sha256)))):
+        remove_entry(entry)
 
 
 def last_bundle(path: str) -> Path:

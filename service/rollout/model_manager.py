@@ -22,7 +22,7 @@ import structlog
 from service.core import bundle as bundles
 from service.core.addresses import address
 from service.core.bundle import Bundle, BundleError, Manifest
-from service.core.bundle_cache import fetch_bundle, stored_bundle
+from service.core.bundle_cache import fetch_bundle, forget, stored_bundle
 from service.core.session import RUNTIME_ERRORS, trim
 from service.engines import model_state
 from service.engines.commands import (
@@ -413,8 +413,10 @@ class ModelManager:
     async def _let_go(self, name: str) -> None:
         assert self._subscriber is not None
         await self._subscriber.left(name)
+        model, _ = self._going[name]
+        await asyncio.to_thread(forget, model.path, model.sha256)
         await self._device.drop(name)
-        model, _ = self._going.pop(name)
+        del self._going[name]
         await self._hold(self.models)
         self._metrics.forget_others(self._device.texts)
         if not model.encoder:

@@ -14,7 +14,7 @@ from service.core.bundle import BundleError
 from service.core.bundle_cache import NoBundle, Unreachable, fetch_bundle, last_bundle, root
 from service.core.remote_files import copy, files_at
 from tests.hub_server import serve_hub
-from tests.stores import BUCKET, WebServer, serve_folder, serve_s3, upload
+from tests.stores import BUCKET, PUBLIC, WebServer, serve_folder, serve_gcs, serve_s3, upload
 
 
 @pytest.fixture(autouse=True)
@@ -150,10 +150,11 @@ def test_a_bundle_of_the_hub(mini_bundle, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_bundle_of_an_object_store(mini_bundle, tmp_path):
-    """By the variables of AWS; names with spaces and signs are names."""
-    with serve_s3():
-        url = upload(mini_bundle, f"{BUCKET}/a b/50%?/mini")
+@pytest.mark.parametrize(("serve", "bucket"), [(serve_s3, BUCKET), (serve_gcs, PUBLIC)])
+def test_a_bundle_of_an_object_store(mini_bundle, tmp_path, serve, bucket):
+    """By the variables of AWS or Google; names with spaces and signs are names."""
+    with serve():
+        url = upload(mini_bundle, f"{bucket}/a b/50%?/mini")
         found = fetch_bundle(url)
         assert contents(mini_bundle) == contents(found)
         assert {*contents(mini_bundle)} == {*files_at(url).list()}
@@ -168,4 +169,4 @@ def test_a_bundle_of_an_object_store(mini_bundle, tmp_path):
         with pytest.raises(FileNotFoundError):
             copy(files_at(url), "absent", tmp_path / "absent")
         with pytest.raises(BundleError, match="it has no"):
-            fetch_bundle("s3://another/mini")
+            fetch_bundle(f"{bucket}/another/mini")

@@ -17,6 +17,7 @@ import pytest
 
 from service.api.responses import AdminModelsResponse
 from service.core.bundle import BundleError, BundleTexts, describe_file
+from service.core.bundle_cache import entries
 from service.core.encode import Window
 from service.engines.commands import ListModels, LoadModel, RollBackModel, UnloadModel
 from service.engines.local_device import LocalDevice, open_device
@@ -643,3 +644,5 @@ async def test_a_bundle_at_an_address(curated, tmp_path, monkeypatch):
     assert [("tiny@2", url), ("tiny@1", str(curated.settings.bundles[0]))] == [
         (model.id, model.path) for model in again.models
     ]
+    await curated.unload("tiny@2")
+    assert [] == entries()
