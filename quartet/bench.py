@@ -23,7 +23,6 @@ from service.core.bundle import BundleError, Head, Manifest
 from service.core.bundle import load as load_bundle
 from service.core.cpu import CPU
 from service.core.device_table import KINDS
-from service.core.session import device_problem
 from service.processes.child_process import child_python
 from service.settings_sources import ConfigError, find_bundles
 
@@ -129,6 +128,10 @@ def main() -> int:
 
 def runnable(manifest: Manifest) -> dict[str, list[str]]:
     """Return the options of the service for each precision of the model that this machine's CPU computes."""
+    from service.core.session import (
+        device_problem,
+    )  # here, because `--help` does not need the runtime
+
     found: dict[str, list[str]] = {
         p: ["--precision", p] for p in manifest.precisions if manifest.graphs_for(CPU, p)
     }

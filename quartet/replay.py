@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from service.api import receipts
 from service.core import bundle_cache
 from service.core.bundle_versions import MANIFEST
 from service.variables import variable
@@ -52,6 +51,8 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     """Make the answer again, and print the comparison. Returns the exit status."""
     arguments = parser().parse_args()
+    # Here, so that `--help` does not wait for these imports.
+    from service.api import receipts
     from service.core.bundle import BundleError
     from service.core.session import ProviderError
 
@@ -91,6 +92,7 @@ async def answer_again(
     folder: Path, old: Mapping[str, Any], texts: Sequence[str], key: str
 ) -> dict[str, Any]:
     """Send the request of a receipt to a bundle, and return the record of the new receipt. Raises ReplayError."""
+    from service.api import receipts
     from service.bulk.predictor import post
     from service.embedded import EmbeddedService
 
