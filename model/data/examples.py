@@ -96,7 +96,7 @@ def encode(
         chunk = rows[start : start + 1000]
         match head.task:
             case "classification":
-                yield from ((encoded,) for encoded in _encode_texts(chunk, encoder))
+                yield from ((encoded,) for encoded in _encode_texts(chunk, head, encoder))
             case "ner":
                 shared = min(stride, encoder.longest_stride)
                 texts = [row.text for row in chunk]
@@ -113,7 +113,10 @@ def encode(
                 yield from (tuple(next(every) for _ in row.every) for row in chunk)
 
 
-def _encode_texts(rows: Sequence[Text], encoder: Encoder) -> Iterator[Encoded]:
+def _encode_texts(rows: Sequence[Text], head: bundle.Head, encoder: Encoder) -> Iterator[Encoded]:
+    if head.pair_prompt:
+        joined = (row.text if row.pair is None else head.join(row.text, row.pair) for row in rows)
+        return iter(encoder.texts([*joined]))
     texts = [row.text for row in rows if row.pair is None]
     pairs = [(row.text, row.pair) for row in rows if row.pair is not None]
     single = iter(encoder.texts(texts))

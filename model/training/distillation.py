@@ -239,7 +239,7 @@ def training_tasks(
     tokenizer, and where words are to be replaced without a teacher that has the same tokenizer.
     """
 
-    def read(encoder: Encoder) -> list[examples.ExampleStream]:
+    def read(encoder: Encoder, head: bundle.Head) -> list[examples.ExampleStream]:
         drawable = list(examples.examples(rows, head, encoder, settings.stride))
         return examples.streams(name, settings, head, drawable)
 
@@ -255,10 +255,12 @@ def training_tasks(
         embeddings = teacher_head.teacher.model.encoder.embeddings.word.weight
         neighbors = find_neighbors(teacher_head.teacher.tokenizer, embeddings)
         replacement = Replacement(neighbors, settings.replace_words)
-    streams = read(encoder)
+    streams = read(encoder, head)
     retokenized: list[dict[str, BatchStream]] = [{}] * len(streams)
-    if other:
-        retokenized = [{teacher_head.teacher.name: stream} for stream in read(other)]
+    if teacher_head and other:
+        # The teacher's own text of a pair.
+        asked = head.model_copy(update={"pair_prompt": teacher_head.described.pair_prompt})
+        retokenized = [{teacher_head.teacher.name: stream} for stream in read(other, asked)]
     return [
         TrainingTask(stream, {name: teacher_head}, encoder_teacher, others, replacement)
         for stream, others in zip(streams, retokenized, strict=True)

@@ -280,6 +280,10 @@ class Head(_Record):
         """Return the text before the second text of a pair; empty for a head without a `pair_prompt`."""
         return (self.pair_prompt or "").replace(FIRST_TEXT, first)
 
+    def join(self, first: str, second: str) -> str:
+        """Return the text of a pair, for a head with a `pair_prompt`."""
+        return self.before_second(first) + second
+
     @property
     def pooling_modes(self) -> tuple[PoolingMode, ...]:
         """The ways to pool, whose vectors are concatenated in this order; none where they are not known."""

@@ -58,7 +58,7 @@ class Classification(Inputs, Windowed):
                 raise InvalidInput("pairs have no windows: say true or false", param="truncate")
             if head.pair_prompt:
                 both = zip(texts, pairs[part], strict=True)
-                joined = [head.before_second(first) + second for first, second in both]
+                joined = [head.join(first, second) for first, second in both]
                 return engine.encoder.windows(joined, truncate=self.truncate)
             return engine.encoder.pairs(texts, pairs[part], truncate=self.truncate)
 

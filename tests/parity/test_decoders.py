@@ -19,6 +19,8 @@ from tokenizers.processors import ByteLevel
 
 from export.goldens import run_torch
 from model.checkpoints.source import read_source
+from model.data import examples
+from model.data.labelled_rows import Text
 from service.core import decode
 from service.core.encode import Encoder
 from service.engines.engine import EngineTask, Ticket
@@ -160,9 +162,9 @@ def test_logit_score(tmp_path, false_token):
     reference.save_pretrained(str(tmp_path / "model"))
     source = read_source(tmp_path / "model")
     head = source.model.described["classification"]
-    joined = [head.before_second(query) + document for query, document in QUESTIONS]
-    encoded = Encoder(source.tokenizer, source.max_length).texts(joined)
-    outputs = run_torch(source.model, [text.windows[0] for text in encoded])
+    rows = [Text("", query, document) for query, document in QUESTIONS]  # as training reads them
+    encoded = examples.encode(rows, head, Encoder(source.tokenizer, source.max_length), stride=0)
+    outputs = run_torch(source.model, [text.windows[0] for (text,) in encoded])
     settings = {"problem_type": head.problem_type, "raw": False}
     found = [decode.relevance([one["classification"]], **settings) for one in outputs]
     np.testing.assert_allclose(found, reference.predict(QUESTIONS), **TOLERANCE)
