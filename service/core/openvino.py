@@ -13,12 +13,13 @@ from service.core import cpu
 from service.core.device_kind import DeviceKind, NoDeviceError, ReducedPrecision
 
 PACKAGE = "openvino"
-TELEMETRY = (
-    "openvino_telemetry"  # a package that openvino imports if it can, and that reports the import
-)
-BF16_FLAGS = frozenset(
-    {"avx512_bf16", "amx_bf16"}
-)  # of a processor that multiplies bf16, as Linux names them
+# A package that openvino imports if it can, and that reports the import.
+TELEMETRY = "openvino_telemetry"
+# Compiled kernels that a stream keeps. Nearly every batch has another shape, and OpenVINO keeps 5,000, which take
+# gigabytes.
+KERNELS = 200
+# Of a processor that multiplies bf16, as Linux names them.
+BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -80,6 +81,7 @@ class CompiledGraph:
             "NUM_STREAMS": runs,
             # Sessions share the cores, and each would pin its threads to the same ones.
             "ENABLE_CPU_PINNING": False,
+            "CPU_RUNTIME_CACHE_CAPACITY": KERNELS,
         }
         self._model = runtime.Core().compile_model(model, "CPU", options)
         self._idle: list[Any] = []

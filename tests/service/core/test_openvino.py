@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from export.measure_memory import read_status
 from quartet import bench, doctor
 from service.core import bundle, openvino, packing
 from service.core.bundle import Bundle, BundleError
@@ -33,9 +34,11 @@ from service.core.session import (
     open_session,
     ort,
 )
+from service.embedded import EmbeddedService
 from service.engines.memory_need import graph_needs
 from service.settings import Settings
 from tests.conftest import ROOT
+from tests.head_bundles import save_head
 from tests.service.core.test_session import change_manifest
 
 ONE_THREAD = SessionOptions(threads=1)
@@ -271,6 +274,15 @@ def test_goldens_that_disagree(opened, runtime):
         open_session(opened, precision="bf16", provider="openvino", options=ONE_THREAD)
 
 
+async def test_heads_of_an_encoder_in_bf16(states_bundle, runtime, tmp_path):
+    """The goldens of a head that reads the encoder's states have the tolerance of bf16."""
+    save_head(states_bundle, tmp_path / "head")
+    runtime.noise = 0.01  # more than the tolerance of fp32
+    folders = (tmp_path / "head", states_bundle)
+    async with EmbeddedService(*folders, provider="openvino", precision="bf16") as service:
+        assert "bf16" in service.fingerprint
+
+
 def test_time_limit(opened, runtime, packed):
     """A session whose time limit is over begins no further run."""
     with TimeLimit(60) as limit:
@@ -348,6 +360,24 @@ def test_outputs_of_the_package(opened, packed):
             assert bundle.cosine(found[name], value) >= cosine
             joined = np.concatenate([one[name] for one in alone])
             assert bundle.cosine(joined, found[name]) >= cosine
+
+
+@pytest.mark.usefixtures("real")
+@pytest.mark.slow
+def test_memory_of_many_shapes(opened):
+    """The kernels of many batches of different shapes do not accumulate."""
+    session = open_session(opened, provider="openvino", options=ONE_THREAD)
+    rng = np.random.default_rng(0)
+
+    def run(number: int) -> int:
+        for _ in range(number):
+            layout = packing.make_layout(rng.integers(3, 40, rng.integers(1, 12)))
+            ids = np.full(len(layout.pack), opened.golden.input_ids[0])
+            session.run(Packed(ids, 0 * ids, packing.positions(layout), layout))
+        return read_status("VmRSS")
+
+    filled = run(400)
+    assert run(400) - filled < 24 << 20
 
 
 @pytest.mark.usefixtures("real")
