@@ -150,6 +150,10 @@ def places(settings: Settings) -> list[Place]:
         raise fail(f"devices: {error}", 2) from None
     if len(devices) > 1 and settings.http_workers == 0:
         raise fail("http_workers 0 has one process, for one device: leave it unset", 2)
+    if len(devices) > 1 and settings.memory_budget is not None:
+        raise fail(
+            "memory_budget is for one device: leave it unset, or set devices to one of them", 2
+        )
     return devices
 
 

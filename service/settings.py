@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import orjson
-from pydantic import Field, SecretStr, ValidationInfo, field_validator
+from pydantic import ByteSize, Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -76,6 +76,11 @@ class Settings(BaseSettings):
         (),
         description="addresses such as s3://bucket/models/ below which administrators may load bundles; unset, only"
         " models_dir (the variable separates them with ',')",
+    )
+    memory_budget: ByteSize | None = Field(
+        None,
+        description="memory for the sessions of models_dir's bundles, such as 2GiB: all are listed, a model is opened"
+        " at its first request, and the least recently used is closed; unset, loaded models stay open",
     )
     watch_s: float | None = Field(
         None,
@@ -361,9 +366,9 @@ class Settings(BaseSettings):
             aliases[alias] = name
         return aliases
 
-    @field_validator("watch_s")
+    @field_validator("memory_budget", "watch_s")
     @classmethod
-    def _somewhere(cls, value: float | None, info: ValidationInfo) -> float | None:
+    def _somewhere(cls, value: object, info: ValidationInfo) -> object:
         if value is None:
             return None
         if (root := info.data.get("models_dir")) is None:

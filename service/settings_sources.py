@@ -55,7 +55,9 @@ def configure(flags: Given) -> Configuration:
         raise ConfigError(f"{origins['models_dir']}: {given.models_dir} is no directory")
     if given.tiktoken_file is not None:
         check_token_table(given.tiktoken_file)
-    bundles, keys = given.bundles or find_bundles(), find_keys(given)
+    bundles, keys = given.bundles, find_keys(given)
+    if given.memory_budget is None:
+        bundles = bundles or find_bundles()
     found = {"config": path, "bundles": bundles, "keys": keys, "api_keys": None, "api_key": None}
     settings = given.model_copy(update=found)
     return Configuration(settings, given, origins, key_files(given, origins, path))

@@ -146,6 +146,8 @@ async def lifespan(
     async with tracing() as lifecycle.trace, open_engines(service.settings) as engines:
         service.engines = engines
         for engine in engines.all():
+            if engine.model.cold:
+                continue
             log.info("opened", model=engine.id, runs=engine.fingerprint, **engine.faster)
         yield
         service.shutdown.advance(Stage.DRAINING)

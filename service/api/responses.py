@@ -267,6 +267,10 @@ class DescribedModel(BaseModel):
     memory: ModelMemory | None = Field(
         None, description="of the graph that runs, where its manifest states it; null on a GPU"
     )
+    reserved: int | None = Field(
+        None, description="bytes of memory_budget while it is open; null if it is always open"
+    )
+    problem: str | None = Field(None, description="why it is set aside")
     sha256: str = Field(description="of its manifest")
     embedding_space: str | None
     metrics: dict[str, dict[str, dict[str, float]]] = Field(
@@ -301,6 +305,10 @@ class Model(BaseModel):
     requests: int = Field(description="requests that wait or are computed")
     shadow: float = Field(description="share of requests that are mirrored to it")
     aliases: list[str] = Field(description="further names of requests for its name")
+    reserved: int | None = Field(
+        None, description="bytes of memory_budget while it is open; null if it is always open"
+    )
+    problem: str | None = Field(None, description="why it is set aside")
     compared: dict[str, dict[str, int]] = Field(
         description="its results of mirrored requests, by head: same, changed, failed, dropped"
     )

@@ -659,18 +659,28 @@ class Bundle:
 
 
 def read_texts(bundle: Bundle) -> BundleTexts:
-    """Read a bundle's manifest and tokenizer for an HTTP process. Raises BundleError if the tokenizer has changed."""
-    vocabulary = bundle.manifest.vocabulary
-    if bundle.manifest.encoder is not None:
-        return BundleTexts(bundle.manifest, bundle.sha256, b"")
+    """Read a bundle's tokenizer for an HTTP process. Raises BundleError if the tokenizer has changed."""
+    return _read_texts(bundle.path, bundle.manifest, bundle.sha256)
+
+
+def list_texts(folder: Path) -> BundleTexts:
+    """Read the manifest and the tokenizer of a bundle that is not opened yet. Raises BundleError."""
+    text = _read_manifest(folder)
+    return _read_texts(folder, parse_manifest(folder, text), hashlib.sha256(text).hexdigest())
+
+
+def _read_texts(folder: Path, manifest: Manifest, sha256: str) -> BundleTexts:
+    vocabulary = manifest.vocabulary
+    if manifest.encoder is not None:
+        return BundleTexts(manifest, sha256, b"")
     try:
-        tokenizer = bundle.file(vocabulary.file).read_bytes()
+        tokenizer = (folder / vocabulary.file).read_bytes()
     except OSError as error:
         reason = f"{vocabulary.file} cannot be read: {error.strerror}"
-        raise BundleError(bundle.path, reason) from None
+        raise BundleError(folder, reason) from None
     if hashlib.sha256(tokenizer).hexdigest() != vocabulary.sha256:
-        raise BundleError(bundle.path, f"{vocabulary.file} was changed while it was being opened")
-    return BundleTexts(bundle.manifest, bundle.sha256, tokenizer)
+        raise BundleError(folder, f"{vocabulary.file} was changed while it was being opened")
+    return BundleTexts(manifest, sha256, tokenizer)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -678,18 +688,22 @@ def read_manifest(folder: Path) -> Manifest:
     return parse_manifest(folder, _read_manifest(folder))
 
 
-def load(path: Path | str) -> Bundle:
-    """Read a bundle, and check what can be checked without a run. Raises BundleError with the wrong file or field."""
+def load(path: Path | str, *, proven: bool = False) -> Bundle:
+    """Read a bundle, and check what can be checked without a run. Raises BundleError with the wrong file or field.
+
+    proven: whether its files are known to have the manifest's hashes
+    """
     folder = Path(path)
     text = _read_manifest(folder)
     manifest = parse_manifest(folder, text)
     for precision, tolerance in manifest.goldens.tolerance.items():
         if tolerance.max_difference is None and not tolerance.min_cosine:
             raise BundleError(folder, f"the golden tolerance for {precision} is empty")
-    for name, expected in manifest.files().items():
-        _check_file(folder, name, expected)
-    for graph in manifest.graphs:
-        _check_external_data(folder, graph)
+    if not proven:
+        for name, expected in manifest.files().items():
+            _check_file(folder, name, expected)
+        for graph in manifest.graphs:
+            _check_external_data(folder, graph)
     golden = _read_golden(folder, manifest)
     return Bundle(folder, manifest, hashlib.sha256(text).hexdigest(), golden)
 

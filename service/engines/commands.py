@@ -33,6 +33,7 @@ class LoadModel:
     shadow: float = 0.0
     # Further names of requests for its name, in place of those that it has; None keeps them.
     aliases: Sequence[str] | None = None
+    on_demand: bool = False  # list it; its first request opens it, within `memory_budget`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,7 @@ from service.core.device_kind import DeviceKind, Slots
 from service.core.encode import Window
 from service.core.packing import SLOT_MULTIPLE, count_masks, fill_rows, pack, row_starts, split
 from service.core.session import (
+    RUNTIME,
     RUNTIME_ERRORS,
     Session,
     SessionOptions,
@@ -47,7 +48,8 @@ from service.core.state_heads import (
     read_heads,
 )
 from service.engines.device import RunsOn
-from service.engines.memory_need import fit_memory
+from service.engines.memory_need import fit_memory, on_demand_folders
+from service.engines.proofs import Proof
 from service.engines.self_test import SelfTest, SelfTests, smallest
 from service.errors import InferenceFailed
 from service.liveness import StallClock, hang_limit_s
@@ -137,14 +139,14 @@ class Runner:
 
     def warm_up(
         self, full: Sequence[Sample] = (), max_tokens: float = math.inf
-    ) -> dict[int, Estimator]:
-        """Measure the cost of batches by their number of slots.
+    ) -> dict[int, list[Sample]]:
+        """Measure batches by their number of slots.
 
         full: measured batches on one slot; max_tokens: of a batch of several inputs
         """
         max_length = self._bundle.manifest.max_length
 
-        def estimator(width: int) -> Estimator:
+        def measured(width: int) -> list[Sample]:
             run = partial(self.run, width)
             budget_s = WARM_UP_S / len(self._sessions)
             samples = measure(
@@ -157,9 +159,9 @@ class Runner:
             )
             known = full if width == 1 else ()
             masked = self._measure_masks(run, max_length)
-            return Estimator([*samples, *masked, *known], padded=self.padded)
+            return [*samples, *masked, *known]
 
-        return {width: estimator(width) for width in self._sessions}
+        return {width: measured(width) for width in self._sessions}
 
     def _measure_masks(
         self, run: Callable[[Sequence[Window]], object], max_length: int
@@ -206,14 +208,17 @@ class Runner:
 
     @property
     def runs_on(self) -> RunsOn:
-        session = self._sessions[1]
-        return RunsOn(
-            session.precision,
-            session.graph.layout,
-            session.provider,
-            session.provider_note,
-            session.runtime,
-        )
+        return describe_session(self._sessions[1])
+
+
+def describe_session(session: Session) -> RunsOn:
+    return RunsOn(
+        session.precision,
+        session.graph.layout,
+        session.provider,
+        session.provider_note,
+        session.runtime,
+    )
 
 
 def fingerprint(window: Window) -> str:
@@ -223,17 +228,24 @@ def fingerprint(window: Window) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OpenedBundle:
-    """A bundle with open sessions whose goldens agree on this machine and whose batch cost is measured."""
+    """A bundle with open sessions whose goldens agree on this machine and whose batch cost is measured.
+
+    proof: its graph, its measured batches and, on a GPU, the tokens per second in full batches on all slots
+    area: the limit of B * S * S of a batch
+    """
 
     texts: BundleTexts
     runner: Runner
-    runs_on: RunsOn
-    estimators: Mapping[int, Estimator]
     self_test: SelfTest | None  # None for a head bundle, whose encoder has one
-    area: float = math.inf  # limit of B * S * S of a batch
-    gpu_rate: float = 0.0  # tokens per second in full batches on all slots, if on a GPU
+    proof: Proof
+    area: float = math.inf
     # Of a head bundle, whose runner is its encoder's.
     heads: Mapping[str, StateHead] = field(default_factory=dict)
+
+    @property
+    def estimators(self) -> dict[int, Estimator]:
+        padded = self.runner.padded
+        return {w: Estimator(own, padded=padded) for w, own in self.proof.samples.items()}
 
 
 def full_shapes(max_length: int, tokens: int, size: int, area: float) -> list[tuple[int, int]]:
@@ -264,7 +276,7 @@ class LocalDevice:
         self.runs_on: dict[str, RunsOn] = {}
         self.kind = kind
         self._settings = settings
-        self._slots = slots
+        self.slots = slots
         self._runners: dict[str, Runner] = {}
         self._gpu_rates: dict[str, float] = {}  # tokens per second; 0 on the CPU
         self._hang_s = settings.hang_s
@@ -285,19 +297,22 @@ class LocalDevice:
         self.submit = self.batcher.submit
         self._self_tests = SelfTests(self.batcher.probe, metrics.observe_canary)
 
-    def open(self, bundle: Bundle) -> OpenedBundle:
+    def open(self, bundle: Bundle, proof: Proof | None = None) -> OpenedBundle:
         """Open a bundle's sessions, check its goldens and measure its cost; takes seconds, in any thread.
 
+        proof: of an earlier opening, after which only the self-test is computed
         Raises BundleError or ProviderError when the bundle must not be served, or takes longer than `load_timeout_s`.
         """
         if bundle.manifest.encoder is not None:
             runner = self._runners[self.encoder_of(bundle.path, bundle.manifest)]
             heads, texts = runner.check_heads(bundle), read_texts(bundle)
-            return OpenedBundle(texts, runner, runner.runs_on, {}, None, heads=heads)
+            return OpenedBundle(
+                texts, runner, None, Proof(runner.runs_on, {}, 0.0, 0.0), heads=heads
+            )
         seconds = self._settings.load_timeout_s
         with TimeLimit(seconds) as limit:
             try:
-                opened = self._open(bundle, limit)
+                opened = self._open(bundle, limit, proof)
             except Exception:  # at the time limit, the runtime's
                 if not limit.over:
                     raise
@@ -318,10 +333,14 @@ class LocalDevice:
             raise BundleError(path, reason)
         return shared.id
 
-    def _open(self, bundle: Bundle, limit: TimeLimit) -> OpenedBundle:
-        settings = self._settings
+    def _open(self, bundle: Bundle, limit: TimeLimit, proof: Proof | None) -> OpenedBundle:
+        settings, began = self._settings, time.perf_counter()
+
+        def proven(session: Session) -> bool:
+            return proof is not None and proof.runs_on == describe_session(session)
+
         texts = read_texts(bundle)
-        number = self._slots.number
+        number = self.slots.number
         sessions = {
             width: open_session(
                 bundle,
@@ -330,19 +349,21 @@ class LocalDevice:
                 options=SessionOptions(
                     threads, max(number // width, 1), settings.spin, settings.arena, limit
                 ),
+                proven=proven,
             )
-            for width, threads in self._slots.threads.items()
+            for width, threads in self.slots.threads.items()
         }
         runner = Runner(bundle, sessions)
-        area, full, rate = math.inf, [], 0.0
-        if not sessions[1].kind.on_host:
-            area = self._area(sessions[1])
-            full = self._run_full_batches(bundle, runner, area, sessions[1].kind)
-            rate = self._slots.number * full[0].tokens / full[0].seconds
-        estimators = runner.warm_up(full, settings.batch_tokens(self.kind))
-        opened = OpenedBundle(
-            texts, runner, runner.runs_on, estimators, runner.self_test(), area, rate
-        )
+        on_host = sessions[1].kind.on_host
+        area = math.inf if on_host else self._area(sessions[1])
+        if proof is None or not proven(sessions[1]):
+            full, rate = [], 0.0
+            if not on_host:
+                full = self._run_full_batches(bundle, runner, area, sessions[1].kind)
+                rate = self.slots.number * full[0].tokens / full[0].seconds
+            samples = runner.warm_up(full, settings.batch_tokens(self.kind))
+            proof = Proof(runner.runs_on, samples, rate, time.perf_counter() - began)
+        opened = OpenedBundle(texts, runner, runner.self_test(), proof, area)
         trim()  # other threads cannot use what this thread's batches have freed
         return opened
 
@@ -350,7 +371,7 @@ class LocalDevice:
         self, bundle: Bundle, runner: Runner, area: float, kind: DeviceKind
     ) -> list[Sample]:
         """Run the largest batches on all slots at once. Raises BundleError if the device lacks the memory."""
-        tokens, slots = self._settings.batch_tokens(kind), self._slots.number
+        tokens, slots = self._settings.batch_tokens(kind), self.slots.number
         size = 1 if runner.unbatched else self._settings.batch_size(kind)
         samples = []
         for shape in full_shapes(bundle.manifest.max_length, tokens, size, area):
@@ -378,7 +399,32 @@ class LocalDevice:
         if self._settings.max_batch_attention is not None:
             return self._settings.max_batch_attention
         number = 2 if session.graph.precision == "fp16" else 4  # bytes
-        return session.kind.memory() // (2 * self._slots.number * SCORES * number)
+        return session.kind.memory() // (2 * self.slots.number * SCORES * number)
+
+    def list_closed(self, texts: BundleTexts) -> None:
+        """List a bundle whose sessions are not open, with the graph that is tried first. Raises BundleError."""
+        manifest = texts.manifest
+        if manifest.encoder is not None:
+            runs_on = self.runs_on[self.encoder_of(manifest.id, manifest)]
+            self.texts[manifest.id], self.runs_on[manifest.id] = texts, runs_on
+            return
+        graphs = manifest.graphs_for(self.kind, self._settings.precision)
+        if not graphs:
+            raise BundleError(
+                manifest.id, f"it has no graph for {self.kind.label} at this precision"
+            )
+        provider = self.kind.provider
+        runs_on = RunsOn(graphs[0].precision, graphs[0].layout, provider, None, RUNTIME)
+        self.texts[manifest.id], self.runs_on[manifest.id] = texts, runs_on
+
+    def is_open(self, name: str) -> bool:
+        """Return whether a bundle's sessions are open, for a head bundle those of its encoder."""
+        encoder = self.texts[name].manifest.encoder if name in self.texts else None
+        return (encoder.id if encoder else name) in self._runners
+
+    def has_answered(self, name: str) -> bool:
+        """Return whether a batch of an open bundle has succeeded."""
+        return self._self_tests.has_answered(name)
 
     def add(self, opened: OpenedBundle) -> None:
         """Start to compute batches of an opened bundle. Raises BundleError for heads whose encoder is not served."""
@@ -388,11 +434,11 @@ class LocalDevice:
             own = {output_name(name, head): heads for head, heads in opened.heads.items()}
             opened.runner.shared = {**opened.runner.shared, **own}
         self.texts[name] = opened.texts
-        self.runs_on[name] = opened.runs_on
+        self.runs_on[name] = opened.proof.runs_on
         if opened.heads:
             return
         self._runners[name] = opened.runner
-        self._gpu_rates[name] = opened.gpu_rate
+        self._gpu_rates[name] = opened.proof.gpu_rate
         self.batcher.admission.max_queue_tokens = self._queue_limit()
         runner = opened.runner
         self.batcher.add_bundle(
@@ -403,21 +449,25 @@ class LocalDevice:
         if note := self.runs_on[name].provider_note:
             log.warning("the GPU is not used", model=name, reason=note)
 
+    async def close(self, name: str) -> None:
+        """Close a bundle's sessions once all accepted requests for it are answered; it stays listed."""
+        self._self_tests.remove(name)
+        await self.batcher.drained(name)
+        self.batcher.remove_bundle(name)
+        del self._runners[name], self._gpu_rates[name]
+        self.batcher.admission.max_queue_tokens = self._queue_limit()
+
     async def drop(self, name: str) -> None:
         """Remove a bundle once all accepted requests for it are answered."""
         manifest = self.texts[name].manifest
-        if manifest.encoder is not None:
+        if self.is_open(name) and manifest.encoder is None:
+            await self.close(name)
+        elif self.is_open(name) and manifest.encoder is not None:
             encoder, outputs = manifest.encoder.id, outputs_of(manifest)
             await self.batcher.drained(encoder, outputs)
             runner = self._runners[encoder]
             runner.shared = {n: head for n, head in runner.shared.items() if n not in outputs}
-            del self.texts[name], self.runs_on[name]
-            return
-        self._self_tests.remove(name)
-        await self.batcher.drained(name)
-        self.batcher.remove_bundle(name)
-        del self.texts[name], self.runs_on[name], self._runners[name], self._gpu_rates[name]
-        self.batcher.admission.max_queue_tokens = self._queue_limit()
+        del self.texts[name], self.runs_on[name]
 
     def requests(self, name: str) -> int:
         """Return the number of unanswered requests for a bundle."""
@@ -514,7 +564,8 @@ async def open_device(settings: Settings, metrics: Metrics) -> AsyncIterator[Loc
     if kind.on_host:
         keep_freed_memory()
         settings = fit_memory(settings)
-    slots = settings.slots(kind, usable_cores(), len(settings.bundles))
+    bundles = len(settings.bundles) + len(on_demand_folders(settings))
+    slots = settings.slots(kind, usable_cores(), max(bundles, 1))
     device = LocalDevice(settings, slots, metrics, kind)
     await device.batcher.start()
     watching = asyncio.create_task(device.watch())

@@ -6,13 +6,15 @@ planner rarely does.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import structlog
 
-from service.core.bundle import BundleError, Graph, Manifest, Memory, read_manifest
+from service.core.addresses import address
+from service.core.bundle import MANIFEST, BundleError, Graph, Manifest, Memory, read_manifest
 from service.core.cpu import CPU
+from service.core.device_kind import Slots
 from service.core.device_places import core_groups
 from service.core.device_table import named_kinds
 from service.memory_limit import MIB, ROOT, in_mib, memory_limit
@@ -40,11 +42,15 @@ class MemoryLimitError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class GraphNeed:
-    """The graph of a bundle that will run. memory: the value that its manifest states, or an estimate"""
+    """The graph of a bundle that will run. memory: the value that its manifest states, or an estimate
+
+    on_demand: whether `memory_budget` includes its sessions
+    """
 
     manifest: Manifest
     graph: Graph
     memory: Memory
+    on_demand: bool = False
 
     @property
     def is_stated(self) -> bool:
@@ -61,6 +67,8 @@ def fit_memory(settings: Settings, root: Path = ROOT) -> Settings:
     """
     limit = memory_limit(root)
     needs = [need for folder in settings.bundles for need in graph_needs(settings, folder)]
+    for folder in on_demand_folders(settings):
+        needs += [replace(need, on_demand=True) for need in graph_needs(settings, folder)]
     if limit is None or not needs:
         return settings
     fitted = fit(settings, needs, limit.size)
@@ -107,6 +115,16 @@ def chosen(settings: Settings, needs: Sequence[GraphNeed]) -> Mapping[str, objec
     }
 
 
+def on_demand_folders(settings: Settings) -> list[Path]:
+    """Return the bundles of `models_dir`, by name, if their models are opened at their first requests."""
+    if settings.models_dir is None or settings.memory_budget is None:
+        return []
+    if address(settings.models_dir):
+        return []  # the watcher lists them, once it has downloaded them
+    found = sorted(path.parent for path in settings.models_dir.absolute().glob(f"*/{MANIFEST}"))
+    return [path for path in found if not (path.name.startswith(".") or path.is_symlink())]
+
+
 def graph_needs(settings: Settings, folder: Path) -> list[GraphNeed]:
     """Return the graph of a bundle that will run with its memory.
 
@@ -139,10 +157,16 @@ def needed_memory(settings: Settings, needs: Sequence[GraphNeed]) -> int:
     Groups of cores have their own sessions and batches, so the memory is that of one group times their number.
     """
     slots = settings.slots(CPU, usable_cores(), len(needs))
-    sessions = len(slots.threads) * sum(need.memory.opened for need in needs)
+    sessions = needed_sessions(settings, slots, needs)
     largest = max(need.memory.of_batch(batch_tokens(settings, need)) for need in needs)
     of_device = sessions + slots.number * largest
     return process_memory(settings) + core_groups(settings.devices) * of_device
+
+
+def needed_sessions(settings: Settings, slots: Slots, needs: Sequence[GraphNeed]) -> int:
+    """Return the bytes of all open sessions; on-demand models together take `memory_budget`."""
+    opened = sum(need.memory.opened for need in needs if not need.on_demand)
+    return len(slots.threads) * opened + (settings.memory_budget or 0)
 
 
 def process_memory(settings: Settings) -> int:
@@ -171,8 +195,7 @@ def explain_need(
     """
     need = needed_memory(least, needs)
     slots = least.slots(CPU, usable_cores(), len(needs))
-    sessions = len(slots.threads) * sum(one.memory.opened for one in needs)
-    sessions *= core_groups(least.devices)
+    sessions = needed_sessions(least, slots, needs) * core_groups(least.devices)
     processes = process_memory(least)
     parts = (
         f"processes {in_mib(processes)}, sessions {in_mib(sessions)},"

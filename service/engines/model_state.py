@@ -8,7 +8,7 @@ from service.core.bundle import BundleTexts
 from service.engines.device import RunsOn
 
 ServingState = Literal["current", "previous", "pinned"]
-ModelState = Literal[ServingState, "loading", "draining"]
+ModelState = Literal[ServingState, "cold", "set_aside", "loading", "draining"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,8 @@ class ModelRecord:
     # Further names of requests for `name`, which all versions of a name share.
     aliases: tuple[str, ...] = field(default=(), kw_only=True)
     encoder: str = field(default="", kw_only=True)  # the id of a head bundle's encoder
+    # Bytes of `memory_budget` that it takes while it is open; 0 for a model that is always open.
+    reserved: int = field(default=0, kw_only=True)
 
     @property
     def name(self) -> str:
@@ -35,9 +37,20 @@ class ModelRecord:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel(ModelRecord):
-    """A bundle that is served."""
+    """A bundle that is served.
+
+    cold: whether its sessions are not open, so that its first request opens it
+    problem: why it is set aside; empty if it is not
+    """
 
     runs_on: RunsOn
+    cold: bool = field(default=False, kw_only=True)
+    problem: str = field(default="", kw_only=True)
+
+    @property
+    def shown_state(self) -> ModelState:
+        """The state in listings, in which a model that is not open has no version's state."""
+        return "set_aside" if self.problem else "cold" if self.cold else self.state
 
 
 Models = tuple[ServedModel, ...]  # the first current one is the default

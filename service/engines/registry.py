@@ -106,7 +106,7 @@ class Engines:
             if encoder.max_length != texts.manifest.max_length:
                 encoder = Encoder(encoder.tokenizer, texts.manifest.max_length)
             return self._make(texts, encoder, model)
-        tokenizer = self._tokenizer(texts.manifest.vocabulary.sha256)
+        tokenizer = self._tokenizer(texts.manifest.vocabulary.sha256, engines)
         if tokenizer is None:
             tokenizer = await asyncio.to_thread(parse_tokenizer, texts.tokenizer)
         with tokenizer_errors(f"the tokenizer of {model.id} cannot be used"):
@@ -116,9 +116,9 @@ class Engines:
     def _make(self, texts: BundleTexts, encoder: Encoder, model: ServedModel) -> Engine:
         return Engine(texts, encoder, model, self._device, self.text_threads, self._limits)
 
-    def _tokenizer(self, sha256: str) -> Tokenizer | None:
-        """Return the tokenizer of an open engine with this hash, as versions of a model mostly share one, or None."""
-        engines = self._by_id.values()
+    def _tokenizer(self, sha256: str, new: Mapping[str, Engine]) -> Tokenizer | None:
+        """Return the tokenizer of an engine with this hash, as many models share one, or None."""
+        engines = [*self._by_id.values(), *new.values()]
         fits = (e.encoder.tokenizer for e in engines if e.manifest.vocabulary.sha256 == sha256)
         return next(fits, None)
 

@@ -81,6 +81,10 @@ class SelfTests:
         if bundle in self._of:
             self._of[bundle].well = time.monotonic()
 
+    def has_answered(self, bundle: str) -> bool:
+        """Return whether a batch of a bundle has succeeded."""
+        return bundle in self._of and self._of[bundle].well > 0
+
     @property
     def problem(self) -> str:
         """The problem of the first bundle whose last test failed; empty if all succeeded."""

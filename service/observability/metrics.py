@@ -88,6 +88,7 @@ class Metrics:
         self._stages_of: dict[str, tuple[Histogram, ...]] = {}
         self._of_models: list[Histogram | Counter] = []
         self._told: set[str] = set()  # models that have series
+        self._cold: set[str] = set()  # models that were not open at the last page
         ProcessCollector(registry=self.registry)
         self._duration = self._histogram(
             "quartet_request_duration_seconds",
@@ -129,6 +130,10 @@ class Metrics:
             RATIOS,
             "model",
         )
+        self._of_batches = [
+            *(self._stages, self._queue_wait, self._inference),
+            *(self._batch_tokens, self._size, self._padding),
+        ]
         self._ready = self._gauge("quartet_ready", "1 while the service is ready, else 0.")
         self._queue_tokens = self._gauge("quartet_queue_tokens", "Tokens that wait for a batch.")
         self._max_queue_tokens = self._gauge(
@@ -356,6 +361,10 @@ class Metrics:
         self.observe_lost_lines(lost - self._lost_here)
         self._lost_here = lost
         self.forget_others(models)
+        # After one more page, so that no observation is lost.
+        cold = {model for model, facts in models.items() if facts["state"] == "cold"}
+        self._end(cold & self._cold, self._of_batches)
+        self._cold = cold
         self._info.clear()
         for model, facts in models.items():
             self._info.labels(model=model, **facts).set(1)
@@ -368,11 +377,16 @@ class Metrics:
         """Remove the series of all models except these, unless there are none, so that they do not become too many."""
         gone = self._told - {"", *models} if models else set()
         for model in gone:
-            self._stages_of.pop(model, None)
             self.compared.pop(model, None)
-            for family in self._of_models:
-                family.remove_by_labels({"model": model})
+        self._end(gone, self._of_models)
         self._told -= gone
+
+    def _end(self, models: Collection[str], families: Sequence[Histogram | Counter]) -> None:
+        """Remove the series of these models from some families."""
+        for model in models:
+            self._stages_of.pop(model, None)
+            for family in families:
+                family.remove_by_labels({"model": model})
 
     async def page(self) -> bytes:
         return await self._page()

@@ -23,7 +23,7 @@ from service.processes.device_group import NoModels
 from service.processes.http_peers import HttpPeers
 from service.processes.peer import Receive, Reply
 from service.processes.remote_device import RemoteDevice
-from service.rollout.model_manager import OPENING_ERRORS
+from service.rollout.on_demand import OPENING_ERRORS
 from service.scheduling.executor import BatchStats
 from service.scheduling.load import Load
 

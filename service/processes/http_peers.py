@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -35,10 +35,20 @@ class HttpPeer(Peer):
 
 
 class HttpPeers:
-    """All connected HTTP processes. Their requests are computed while they are connected."""
+    """All connected HTTP processes. Their requests are computed while they are connected.
 
-    def __init__(self, device: Device, execute: ExecuteCommand, metrics: Metrics) -> None:
+    strike: called with the models whose requests the previous process has lost
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        execute: ExecuteCommand,
+        metrics: Metrics,
+        strike: Callable[[Sequence[str]], None] = lambda _: None,
+    ) -> None:
         self._device = device
+        self._strike = strike
         self._execute = execute
         self._metrics = metrics
         self._models: Models = ()
@@ -114,6 +124,9 @@ class HttpPeers:
         self._disconnected.set()
 
     def _receive(self, notice: messages.Message, _: bytes) -> None:
+        if isinstance(notice, messages.Lost):
+            self._strike(notice.models)
+            return
         assert isinstance(notice, messages.Observed), f"our bug: an HTTP process sent {notice}"
         self._metrics.observe_lost_lines(notice.lost_lines)
         for method, arguments in notice.calls:

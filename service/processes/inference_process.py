@@ -18,7 +18,8 @@ from service.processes.followers import Followers, ForwardedMetrics, LeaderPeers
 from service.processes.http_peers import HttpPeers
 from service.processes.trial import try_bundle
 from service.rollout.directory_watcher import watch
-from service.rollout.model_manager import OPENING_ERRORS, ModelManager, Resume
+from service.rollout.model_manager import ModelManager, Resume
+from service.rollout.on_demand import OPENING_ERRORS
 from service.scheduling.load import EARLY_SHARE
 from service.settings import Settings
 
@@ -55,12 +56,14 @@ async def lead(
         except START_ERRORS as error:
             raise CannotStart(error) from error
         metrics.watch(followers.loads, manager.facts, EARLY_SHARE * settings.deadline_ms / 1000)
-        peers = HttpPeers(device, manager.execute, metrics)
+        peers = HttpPeers(manager.device, manager.execute, metrics, manager.device.strike)
         await manager.follow(peers)
         await followers.hold(manager.models)
-        watching = asyncio.create_task(watch(manager, settings))
+        works = (watch(manager, settings), manager.reopen(), manager.watch_use())
+        tasks = [asyncio.create_task(work) for work in works]
         await serve(device, peers, control, followers)
-        watching.cancel()
+        for task in tasks:
+            task.cancel()
         followers.close()
 
 

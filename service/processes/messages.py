@@ -51,6 +51,13 @@ class Observed:
 
 
 @dataclass(frozen=True, slots=True)
+class Lost:
+    """The models whose requests were unanswered when the previous inference process was lost."""
+
+    models: list[str]
+
+
+@dataclass(frozen=True, slots=True)
 class Render:
     """Send the metrics page."""
 
@@ -84,21 +91,24 @@ class ModelTable:
     """Send new requests to these models. The reply, `Done`, follows when they do, or `Failed` if they cannot.
 
     models: in the format of `service.engines.model_state`
-    texts: id, sha256, manifest and tokenizer size in bytes of each bundle that the process does not have
+    texts: id, sha256 and manifest of each bundle that the process does not have
+    tokenizers: hash and size in bytes of each of their tokenizers, which several bundles may share
     arrays: the tokenizers, one after the other
     """
 
     models: list[Any]
-    texts: list[tuple[str, str, Any, int]]
+    texts: list[tuple[str, str, Any]]
+    tokenizers: list[tuple[str, int]]
 
     @classmethod
     def of(cls, models: Models, texts: Sequence[BundleTexts]) -> tuple["ModelTable", bytes]:
         """Return the message and its arrays."""
         fields = [
-            (own.manifest.id, own.sha256, own.manifest.model_dump(mode="json"), len(own.tokenizer))
-            for own in texts
+            (own.manifest.id, own.sha256, own.manifest.model_dump(mode="json")) for own in texts
         ]
-        return cls([*models], fields), b"".join(own.tokenizer for own in texts)
+        tokenizers = {own.manifest.vocabulary.sha256: own.tokenizer for own in texts}
+        sizes = [(sha256, len(content)) for sha256, content in tokenizers.items()]
+        return cls([*models], fields, sizes), b"".join(tokenizers.values())
 
     @property
     def served(self) -> Models:
@@ -115,12 +125,14 @@ class ModelTable:
 
     def read(self, arrays: bytes) -> dict[str, BundleTexts]:
         """Return the texts by bundle id."""
-        found: dict[str, BundleTexts] = {}
-        start = 0
-        for name, sha256, manifest, size in self.texts:
-            tokenizer = arrays[start : start + size]
-            found[name] = BundleTexts(Manifest.model_validate(manifest), sha256, tokenizer)
+        tokenizers, start = {}, 0
+        for sha256, size in self.tokenizers:
+            tokenizers[sha256] = arrays[start : start + size]
             start += size
+        found: dict[str, BundleTexts] = {}
+        for name, sha256, fields in self.texts:
+            manifest = Manifest.model_validate(fields)
+            found[name] = BundleTexts(manifest, sha256, tokenizers[manifest.vocabulary.sha256])
         return found
 
 
@@ -243,6 +255,7 @@ class Failed:
 Message = (
     Submit
     | Observed
+    | Lost
     | Render
     | Watch
     | Execute

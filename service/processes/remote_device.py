@@ -64,6 +64,7 @@ class RemoteDevice:
         # The requests that are sent, but not part of a load report yet, with their numbers.
         self._unseen: deque[tuple[int, Flow, RemainingWork]] = deque()
         self._lost = [] if lost is None else lost
+        self._lost_models: set[str] = set()  # of requests that the last process has lost
         self._resubmission: asyncio.Task[None] | None = None
         self._subscriber: Subscriber | None = None
         self._subscribed = asyncio.Event()
@@ -111,6 +112,7 @@ class RemoteDevice:
             await self._compute(peer, request)
         except PeerLost:
             self._lost.append(request)
+            self._lost_models.add(flow.bundle)
             self.when_lost()
         return await request.future
 
@@ -148,6 +150,8 @@ class RemoteDevice:
             request.future.add_done_callback(partial(_cancel, work))
             await asyncio.wait([work])
             error = None if work.cancelled() else work.exception()
+            if isinstance(error, PeerLost):
+                self._lost_models.add(request.entries[0].bundle)
             if isinstance(error, PeerLost) and is_previous_cancelled:
                 self._lost.append(request)
             elif isinstance(error, PeerLost):
@@ -278,6 +282,9 @@ class RemoteDevice:
             raise errors.BadBundle(problem)
         if not self._is_open and self._peer is not None:
             self._is_open = True
+            if self._lost_models:
+                self._peer.notify(messages.Lost([*self._lost_models]))
+                self._lost_models.clear()
             if self.begins_with_lost:
                 self.compute_lost()
             self.when_open()

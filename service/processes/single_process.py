@@ -22,7 +22,8 @@ from service.processes.key_file_watcher import KeyFiles
 from service.processes.process_signals import reap_orphans, stop_signals
 from service.processes.trial import try_bundle
 from service.rollout.directory_watcher import watch
-from service.rollout.model_manager import ModelManager, Trial
+from service.rollout.model_manager import ModelManager
+from service.rollout.on_demand import Trial
 from service.server.server import Server
 from service.settings import Settings
 from service.settings_sources import CANNOT_GO_ON, KeySource
@@ -97,7 +98,7 @@ async def open_local_engines(
         manager = ModelManager(device, settings, metrics, trial=trial)
         await asyncio.to_thread(manager.open)
         compared, found = metrics.observe_comparison, metrics.observe_found
-        engines = Engines(device, manager.execute, compared, settings, found)
+        engines = Engines(manager.device, manager.execute, compared, settings, found)
         try:
             await manager.follow(engines)
             watching = asyncio.create_task(watch(manager, settings))

@@ -94,7 +94,8 @@ class Processes:
         self._listeners = listeners
         self._children: set[Child] = set()
         self._stall_clock = StallClock(liveness.HEARTBEAT_S)
-        self._resume: object = None  # state that an inference process leaves to its successor
+        # State that an inference process leaves to its successor.
+        self._resume: dict[str, object] | None = None
         # Roles and devices of which at least one child has served.
         self._served: set[tuple[str, int]] = set()
         self._shutdown = Shutdown(settings.drain_delay_s, self._enter)
@@ -212,7 +213,9 @@ class Processes:
         if missing := report.get(MISSING):
             self._repeat(child, bytes([int(str(missing))]))
             return
-        self._resume = report.get("resume", self._resume)
+        changes = report.get("resume")
+        if isinstance(changes, dict):
+            self._resume = {**(self._resume or {}), **changes}
         child.serves = child.serves or time.monotonic()
         self._served.add((child.role, child.device))
         if child.role == "http":

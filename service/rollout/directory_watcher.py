@@ -101,10 +101,11 @@ def read_name(manifest: bytes) -> str | None:
 class DirectoryWatcher:
     """A watcher that keeps a model manager's models equal to the bundles in a directory."""
 
-    def __init__(self, root: Path, manager: ModelManager) -> None:
+    def __init__(self, root: Path, manager: ModelManager, on_demand: bool = False) -> None:
         url = address(root)
         self._scan = partial(scan_address, url) if url else partial(scan_bundles, root.absolute())
         self._manager = manager
+        self._on_demand = on_demand
         self._last: Look = {}
         # The state in which a bundle was loaded or refused.
         self._known: dict[Path, SeenBundle] = {}
@@ -157,7 +158,9 @@ class DirectoryWatcher:
         except BundleError:  # the manager finds it again, and logs it
             pass
         try:
-            await self._manager.execute(LoadModel(path=str(folder), promote=promote, by=BY))
+            await self._manager.execute(
+                LoadModel(path=str(folder), promote=promote, by=BY, on_demand=self._on_demand)
+            )
         except Conflict:
             self._stuck[folder] = self._manager.standing
         except QuartetError:  # the manager has logged it, as it logs conflicts
@@ -197,4 +200,5 @@ class DirectoryWatcher:
 async def watch(manager: ModelManager, settings: Settings) -> None:
     """Watch `models_dir` if it and `watch_s` are set."""
     if settings.models_dir is not None and settings.watch_s is not None:
-        await DirectoryWatcher(settings.models_dir, manager).run(settings.watch_s)
+        on_demand = settings.memory_budget is not None
+        await DirectoryWatcher(settings.models_dir, manager, on_demand).run(settings.watch_s)

@@ -6,10 +6,8 @@ unloaded first gets no new requests. The manager closes it when its last request
 """
 
 import asyncio
-import re
-import stat
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
@@ -21,9 +19,9 @@ import structlog
 
 from service.core import bundle as bundles
 from service.core.addresses import address
-from service.core.bundle import Bundle, BundleError, Manifest
+from service.core.bundle import Bundle, BundleError, BundleTexts, Manifest
 from service.core.bundle_cache import fetch_bundle, forget, stored_bundle
-from service.core.session import RUNTIME_ERRORS, trim
+from service.core.session import trim
 from service.engines import model_state
 from service.engines.commands import (
     Command,
@@ -34,30 +32,27 @@ from service.engines.commands import (
     UnloadModel,
 )
 from service.engines.local_device import LocalDevice, OpenedBundle
+from service.engines.memory_need import graph_needs, on_demand_folders
 from service.engines.model_state import ModelRecord, Models, ServedModel, Subscriber
 from service.errors import (
     BadBundle,
-    ChangedAnswers,
     Conflict,
-    Forbidden,
-    InvalidInput,
     NewEmbeddingSpace,
     UnknownModel,
 )
 from service.observability.metrics import ORDERS, Counts, Metrics
+from service.rollout.checks import check_answers, embeds, locate
+from service.rollout.on_demand import OPENING_ERRORS, Listed, OnDemandDevice, Trial
 from service.scheduling.load import EARLY_SHARE
 from service.settings import Settings
 
 log = structlog.get_logger()
 
-OPENING_ERRORS: tuple[type[Exception], ...] = (BundleError, OSError, *RUNTIME_ERRORS)
-
-# The rest of an address below an allowed one: plain names, so that no server reads it as another address.
-BELOW = re.compile(r"[A-Za-z0-9_@-][\w.+=@-]*(/[A-Za-z0-9_@-][\w.+=@-]*)*", re.ASCII)
-
 LOAD_ALONE_S = 10.0  # seconds in which a load is the only one; then the next one starts
 SHOWN_HEADS = 5  # in the message that an encoder cannot be unloaded
 STOP_S = 5.0  # beyond load_timeout_s, for the runtime to stop
+REFRESH_S = 0.5  # delay of the models' states, which no request depends on
+USE_S = 1.0  # between reports of which models are in use
 
 CommandResult = Mapping[str, Any]
 Resume = Mapping[str, Any]  # state for the next process, as JSON
@@ -65,9 +60,6 @@ Resume = Mapping[str, Any]  # state for the next process, as JSON
 
 async def tell_nobody(_: Mapping[str, object]) -> None:
     """Ignore a report, where there is no main process to send it to."""
-
-
-Trial = Callable[[Settings, Path], Awaitable[object]]
 
 
 async def no_trial(settings: Settings, folder: Path) -> None:
@@ -84,7 +76,8 @@ async def hold_nowhere(models: Sequence[ModelRecord]) -> None:
 class ModelManager:
     """The manager of the bundles that a device computes and of the requests that each of them gets.
 
-    models: the served models; the first current one is the default
+    models: the served models, with states only as `_stated` returns them; the first current one is the default
+    device: where requests for all models are sent
     resident: hashes of bundles that only a command unloads; a new version does not replace them
     report: called with the state for the next process after every change
     trial: opens a bundle elsewhere before this process does; raises BundleError if it must not be opened here
@@ -114,12 +107,18 @@ class ModelManager:
         self.resident: Collection[str] = ()
         self._commands: set[asyncio.Task[CommandResult]] = set()
         self._metrics = metrics
-        metrics.watch(device.loads, self.facts, EARLY_SHARE * settings.deadline_ms / 1000)
+        self.device = OnDemandDevice(
+            device, settings, trial, self._refresh, lambda name: self._report_resume(opening=name)
+        )
+        self._is_stale = False
+        self._refreshing: asyncio.Task[None] | None = None
+        self._to_open: list[str] = []  # models of the previous process, the busiest first
+        metrics.watch(self.device.loads, self.facts, EARLY_SHARE * settings.deadline_ms / 1000)
 
     # -- at start ---------------------------------------------------------------------------------
 
     def open(self, resume: Resume | None = None) -> None:
-        """Open the bundles of the settings, or with `resume` those of the previous process that can be opened.
+        """Open the bundles of the settings, or with `resume` list those of the previous process, for `reopen`.
 
         Raises BundleError or ProviderError if a bundle, or all previous ones, cannot be served.
         """
@@ -129,8 +128,9 @@ class ModelManager:
             order = sorted(loaded, key=lambda bundle: bundle.manifest.encoder is not None)
             by_id = {model.id: model for model in map(self._open, order)}
             opened = [by_id[bundle.manifest.id] for bundle in loaded]
+            opened += self._list_directory()
         else:
-            opened = self._open_again([ModelRecord(**kept) for kept in resume["models"]])
+            opened = self._list_again(resume)
         self.models = model_state.settled(opened, time.time())
         names = {model.name for model in self.models}
         for alias, name in self._settings.aliases.items():
@@ -138,19 +138,63 @@ class ModelManager:
                 log.warning("alias of no served model", alias=alias, model=name, served=[*names])
 
     def _open(self, bundle: Bundle, path: Path | str | None = None) -> ServedModel:
-        if bundle.manifest.id in self._device.texts:
-            reason = f"{bundle.manifest.id} is served already; give one of them another version"
-            raise BundleError(bundle.path, reason)
+        self._check_new(bundle.path, bundle.manifest)
         return self._add(path or bundle.path, self._device.open(bundle))
 
-    def _open_again(self, former: Iterable[ModelRecord]) -> list[ServedModel]:
+    def _check_new(self, path: Path | str, manifest: Manifest) -> None:
+        if manifest.id in self._device.texts:
+            reason = f"{manifest.id} is served already; give one of them another version"
+            raise BundleError(path, reason)
+
+    def _list_directory(self) -> Iterator[ServedModel]:
+        """List the bundles of `models_dir` that are opened on demand, by name, the newest version first."""
+        found: list[tuple[Path, BundleTexts]] = []
+        folders = on_demand_folders(self._settings)
+        for folder in sorted(folders, key=lambda folder: -folder.stat().st_ctime):
+            with self._logged(folder):
+                found.append((folder, bundles.list_texts(folder)))
+        # Encoders first, because heads need theirs.
+        for folder, texts in sorted(found, key=lambda own: own[1].manifest.encoder is not None):
+            if texts.sha256 not in {known.sha256 for known in self._device.texts.values()}:
+                with self._logged(folder):
+                    yield self._list_cold(folder, texts, self._reserve(folder, texts))
+
+    @contextmanager
+    def _logged(self, folder: Path) -> Iterator[None]:
+        try:
+            yield
+        except (BundleError, OSError) as error:
+            log.error("not listed", path=str(folder), problem=str(error))
+
+    def _reserve(self, folder: Path, texts: BundleTexts) -> int:
+        """Return the bytes of an on-demand model's sessions. Raises BundleError for more than the whole budget."""
+        if texts.manifest.encoder is not None:
+            return 0  # it is open while its encoder is
+        sessions = len(self._device.slots.threads)
+        needs = graph_needs(self._settings, folder)
+        size = sum(sessions * need.memory.opened for need in needs)
+        budget = self._settings.memory_budget
+        if budget is None or size > budget:
+            raise BundleError(
+                folder, f"it needs {size} bytes, more than memory_budget, {budget}: raise that"
+            )
+        return max(size, 1)
+
+    def _list_cold(self, path: Path | str, texts: BundleTexts, reserved: int = 0) -> ServedModel:
+        self._check_new(path, texts.manifest)
+        self._device.list_closed(texts)
+        return self._make_model(path, texts, reserved)
+
+    def _list_again(self, resume: Resume) -> list[ServedModel]:
+        """List the models of the previous process, and count its end against models that may have caused it."""
         opened: list[ServedModel] = []
         problems: list[Exception] = []
-        former = [*former]
+        former = [ModelRecord(**record) for record in resume["models"]]
         # Encoders first, because heads need theirs.
         for kept in sorted(former, key=lambda kept: kept.encoder != ""):
             try:
-                model = self._open(bundles.load(stored_bundle(kept.path, kept.sha256)), kept.path)
+                texts = bundles.list_texts(stored_bundle(kept.path, kept.sha256))
+                model = self._list_cold(kept.path, texts, kept.reserved)
             except OPENING_ERRORS as error:
                 log.error("not served again", model=kept.id, problem=str(error))
                 problems.append(error)
@@ -168,13 +212,47 @@ class ModelManager:
             opened.append(model)
         if not opened:
             raise problems[0]
+        always_open = [model.id for model in opened if not (model.reserved or model.encoder)]
+        self._to_open = [*dict.fromkeys([*resume.get("used", ()), *always_open])]
+        self.device.proofs.records.update(resume.get("proofs", {}))
+        self.device.strikes.update(resume.get("strikes", {}))
+        self.device.strike(filter(None, [resume.get("opening")]))
         places = {kept.path: place for place, kept in enumerate(former)}
         return sorted(opened, key=lambda model: places[model.path])
+
+    async def reopen(self) -> None:
+        """Open the models that were open in the previous process, one after the other, the busiest first."""
+        await self.device.open_all(self._to_open)
+
+    async def watch_use(self) -> None:
+        """Report regularly which models the next process should open first, and whose requests may end it."""
+        reported: dict[str, object] = {}
+        while True:
+            await asyncio.sleep(USE_S)
+            self.device.acquit()
+            now: dict[str, object] = {
+                "used": self.device.rank(),
+                "strikes": dict(self.device.strikes),
+                "proofs": dict(self.device.proofs.records),
+            }
+            if now != reported:
+                reported = now
+                await self._report_resume(**now)
+
+    async def _report_resume(self, **state: object) -> None:
+        await self._report({"resume": state})
 
     def _add(self, path: Path | str, opened: OpenedBundle) -> ServedModel:
         """Add a bundle to the device as a pinned model, which gets no requests yet."""
         self._device.add(opened)
-        manifest, sha256 = opened.texts.manifest, opened.texts.sha256
+        self.device.proofs.put(Path(path), opened.texts.sha256, opened.proof)
+        return self._make_model(path, opened.texts, is_open=True)
+
+    def _make_model(
+        self, path: Path | str, texts: BundleTexts, reserved: int = 0, is_open: bool = False
+    ) -> ServedModel:
+        manifest, sha256 = texts.manifest, texts.sha256
+        self.device.enlist(manifest.id, Listed(str(path), sha256, reserved), is_open)
         runs_on, now = self._device.runs_on[manifest.id], time.time()
         configured = self._settings.aliases.items()
         aliases = tuple(alias for alias, name in configured if name == manifest.name)
@@ -188,12 +266,15 @@ class ModelManager:
             runs_on,
             aliases=next(shared, aliases),
             encoder=manifest.encoder.id if manifest.encoder else "",
+            reserved=reserved,
         )
 
     async def follow(self, subscriber: Subscriber) -> None:
         """Send the model table to a subscriber, now and after every change. Raises ValueError if the first fails."""
-        await subscriber.adopt(self.models, self._device.texts)
+        await self.device.add_heads()
+        await subscriber.adopt(self._stated(self.models), self._device.texts)
         self._subscriber = subscriber
+        await self._report_models()
 
     # -- commands ---------------------------------------------------------------------------------
 
@@ -229,6 +310,7 @@ class ModelManager:
         """Return every model that is served, loading or draining."""
         unknown = {"id": None, "sha256": None, "embedding_space": None}
         idle = {"requests": 0, "shadow": 0.0, "aliases": (), "compared": {}}
+        idle |= {"reserved": None, "problem": None}
         coming = [
             {
                 **unknown,
@@ -249,23 +331,41 @@ class ModelManager:
         folder = locate(self._settings.models_dir, command.path, self._settings.model_sources)
         with bundle_errors():
             async with self._opening:
-                opening = asyncio.create_task(self._open_new(folder, allowed))
+                opening = asyncio.create_task(self._open_new(folder, allowed, command.on_demand))
                 await asyncio.wait({opening}, timeout=LOAD_ALONE_S)
-            bundle, opened = await opening
+            texts, opened = await opening
         async with self._deciding:
-            self._check_space(bundle.manifest, allowed)
-            self._check_encoder(bundle)
+            self._check_space(texts.manifest, allowed)
+            self._check_encoder(folder, texts.manifest)
             # Another command may have added it meanwhile.
-            missing = None if self._known(bundle) else opened
-            new = self._add(folder, missing) if missing else self._find(bundle.manifest.id)
+            if self._known(texts):
+                new = self._find(texts.manifest.id)
+                if not command.on_demand:
+                    new = await self._pin(new)
+            elif opened:
+                new = self._add(folder, opened)
+            else:
+                with bundle_errors():
+                    own = stored_bundle(str(folder), texts.sha256)
+                    new = self._list_cold(folder, texts, self._reserve(own, texts))
+                await self.device.add_heads()
             if promote:
                 return await self._introduce(
                     "load", new, command.by, command.keep_old, command.aliases
                 )
             return await self._stand_by(new, command)
 
-    async def _open_new(self, folder: Path, allowed: bool) -> tuple[Bundle, OpenedBundle | None]:
-        """Load a bundle, and open it unless it is served already.
+    async def _pin(self, model: ServedModel) -> ServedModel:
+        """Keep a listed model open from now on; also open one that was set aside. Raises NotReady if that fails."""
+        await self.device.pin(model.id)
+        pinned = replace(model, reserved=0)
+        self.models = tuple(pinned if m is model else m for m in self.models)
+        return pinned
+
+    async def _open_new(
+        self, folder: Path, allowed: bool, on_demand: bool
+    ) -> tuple[BundleTexts, OpenedBundle | None]:
+        """Load a bundle, and open it unless it is served already or opened on demand.
 
         allowed: whether its embedding space may differ from the current one
         """
@@ -274,18 +374,23 @@ class ModelManager:
             try:
                 async with asyncio.timeout(seconds):
                     own = await asyncio.to_thread(fetch_bundle, folder)
+                    if on_demand:
+                        return await asyncio.to_thread(bundles.list_texts, own), None
                     bundle = await asyncio.to_thread(bundles.load, own)
-                if self._known(bundle):
-                    return bundle, None
+                texts = await asyncio.to_thread(bundles.read_texts, bundle)
+                if self._known(texts):
+                    return texts, None
                 self._check_space(bundle.manifest, allowed)
-                self._check_encoder(bundle)
-                if bundle.manifest.encoder is None:  # heads have no graph, which could crash
+                self._check_encoder(folder, bundle.manifest)
+                if shared := bundle.manifest.encoder:
+                    await self.device.pin(shared.id)
+                else:  # heads have no graph, which could crash
                     await self._trial(self._settings, own)
                 async with asyncio.timeout(seconds):
                     opened = await asyncio.to_thread(self._device.open, bundle)
             except TimeoutError:  # its thread goes on until the runtime's current operator ends
                 raise BundleError(folder, f"loading it takes more than {seconds:g} s") from None
-        return bundle, opened
+        return texts, opened
 
     async def _promote(self, command: PromoteModel) -> CommandResult:
         """Make a loaded version the current one of its name."""
@@ -336,7 +441,7 @@ class ModelManager:
 
     def facts(self) -> dict[str, dict[str, str]]:
         """Return the labels of each bundle for the metrics, by id."""
-        states = {model.id: model.state for model in self.models}
+        states = {model.id: model.shown_state for model in self._stated(self.models)}
         facts = self._device.facts()
         return {name: {**facts[name], "state": states.get(name, "draining")} for name in facts}
 
@@ -396,14 +501,36 @@ class ModelManager:
         before, self.models = self.models, models
         try:
             await self._hold([*{model.id: model for model in (*before, *models)}.values()])
-            await self._subscriber.adopt(models, self._device.texts)
+            await self._subscriber.adopt(self._stated(models), self._device.texts)
         except (ValueError, BadBundle) as error:
             self.models = before
-            await self._subscriber.adopt(before, self._device.texts)
+            await self._subscriber.adopt(self._stated(before), self._device.texts)
             raise BadBundle(str(error)) from None
         finally:
             self._let_go_of({model.id: model for model in (*before, *models)})
-        await self._report({"resume": {"models": [*map(kept_of, models)]}})
+        await self._report_models()
+
+    async def _report_models(self) -> None:
+        await self._report_resume(models=[*map(kept_of, self.models)])
+
+    def _stated(self, models: Models) -> Models:
+        """Return the models with the graph of each, and whether it is cold or set aside."""
+        states = (self.device.state(model.id) for model in models)
+        return tuple(replace(m, **state) for m, state in zip(models, states, strict=True))
+
+    def _refresh(self) -> None:
+        """Send the models' states to the subscriber soon."""
+        self._is_stale = True
+        if self._subscriber and (self._refreshing is None or self._refreshing.done()):
+            self._refreshing = asyncio.create_task(self._send_states())
+
+    async def _send_states(self) -> None:
+        while self._is_stale:
+            await asyncio.sleep(REFRESH_S)
+            self._is_stale = False
+            async with self._deciding:
+                with suppress(BadBundle):  # the subscriber keeps the previous states
+                    await self._serve(self.models)
 
     def _let_go_of(self, models: Mapping[str, ServedModel]) -> None:
         """Start to unload the models that are no longer served."""
@@ -415,7 +542,7 @@ class ModelManager:
         await self._subscriber.left(name)
         model, _ = self._going[name]
         await asyncio.to_thread(forget, model.path, model.sha256)
-        await self._device.drop(name)
+        await self.device.drop(name)
         del self._going[name]
         await self._hold(self.models)
         self._metrics.forget_others(self._device.texts)
@@ -435,7 +562,7 @@ class ModelManager:
         there = ", ".join(model.id for model in self.models)
         return UnknownModel(f"no model {asked!r}; loaded here: {there}", param="model")
 
-    def _known(self, bundle: Bundle) -> bool:
+    def _known(self, bundle: BundleTexts) -> bool:
         """Return whether a bundle is served. Raises Conflict if its id is draining or has other contents."""
         name = bundle.manifest.id
         if name in self._going:
@@ -447,16 +574,16 @@ class ModelManager:
             )
         return served is not None
 
-    def _check_encoder(self, bundle: Bundle) -> None:
+    def _check_encoder(self, path: Path, manifest: Manifest) -> None:
         """Raise Conflict for heads whose encoder is not served, or is being unloaded."""
-        if bundle.manifest.encoder is None:
+        if manifest.encoder is None:
             return
         try:
-            encoder = self._device.encoder_of(bundle.path, bundle.manifest)
+            encoder = self._device.encoder_of(path, manifest)
         except BundleError as error:
             raise Conflict(str(error)) from None
         if encoder in self._going:
-            raise Conflict(f"{bundle.path}: its encoder {encoder} is being unloaded")
+            raise Conflict(f"{path}: its encoder {encoder} is being unloaded")
 
     def _manifest(self, model: ServedModel) -> Manifest:
         return self._device.texts[model.id].manifest
@@ -483,16 +610,19 @@ class ModelManager:
             self._coming.pop(folder, None)
 
     def _told(self, model: ServedModel) -> dict[str, Any]:
+        (model,) = self._stated((model,))
         return {
             "id": model.id,
             "path": model.path,
             "sha256": model.sha256,
-            "state": model.state,
+            "state": model.shown_state,
             "since": moment(model.since),
             "embedding_space": self._manifest(model).embedding_space,
             "requests": self._device.requests(model.id),
             "shadow": model.shadow,
             "aliases": model.aliases,
+            "reserved": model.reserved or None,
+            "problem": model.problem or None,
             "compared": self._compared(model),
         }
 
@@ -508,63 +638,6 @@ def bundle_errors() -> Iterator[None]:
     except OPENING_ERRORS as error:
         log.debug("cannot open", exc_info=True)
         raise BadBundle(" ".join(str(error).split())) from None
-
-
-def check_answers(model: str, compared: Counts, max_changed: float, min_compared: int) -> None:
-    """Raise ChangedAnswers when too few results were compared, or too large a share of a head's changed or failed."""
-    known = {
-        head: (at.get("changed", 0) + at.get("failed", 0), at.get("same", 0))
-        for head, at in compared.items()
-    }
-    number = sum(map(sum, known.values()))
-    if number < min_compared:
-        raise ChangedAnswers(
-            f"{model}: {number} answers were compared, and {min_compared} are wanted",
-            param="min_compared",
-        )
-    for head, (changed, same) in known.items():
-        if changed > max_changed * (changed + same):
-            raise ChangedAnswers(
-                f"{model}: of {changed + same} answers of {head}, {changed} changed or failed"
-                f" ({changed / (changed + same):.2%}), and {max_changed:.2%} may",
-                param="max_changed",
-            )
-
-
-def embeds(manifest: Manifest) -> bool:
-    return any(head.gives_vectors for head in manifest.heads.values())
-
-
-def locate(models_dir: Path | None, path: str, sources: Sequence[str] = ()) -> Path:
-    """Return the directory or address of a bundle from its path, or from its name in `models_dir`.
-
-    sources: addresses, with a slash at the end, below which `path` may be
-    Raises Forbidden where `models_dir` is unset, and InvalidInput for a path that leads out of it and of all sources.
-    """
-    if models_dir is not None and (root_url := address(models_dir)):
-        sources = (*sources, f"{root_url}/")
-        path = path if address(path) else f"{root_url}/{path}"
-    if url := address(path):
-        if any(url.startswith(one) and BELOW.fullmatch(url, len(one)) for one in sources):
-            return Path(url)
-        allowed = ", ".join(sources) or "model_sources is unset"
-        raise InvalidInput(f"path: {url} is not below {allowed}", param="path")
-    if models_dir is None:
-        raise Forbidden("models_dir is unset: set it to load and unload bundles")
-    root = models_dir.absolute()
-    try:
-        parts = (root / path).relative_to(root).parts
-        folders = [root.joinpath(*parts[: end + 1]) for end in range(len(parts))]
-        if not parts or any(part.startswith(".") for part in parts):
-            raise ValueError(f"is not a directory in {root}")
-        for folder in folders:
-            # Not `is_symlink`, which from Python 3.14 on returns False for a name that is too long.
-            with suppress(FileNotFoundError):
-                if stat.S_ISLNK(folder.lstat().st_mode):
-                    raise ValueError("must not contain a symbolic link")
-    except (ValueError, OSError) as error:
-        raise InvalidInput(f"path: {error}", param="path") from None
-    return folders[-1]
 
 
 def kept_of(model: ServedModel) -> dict[str, Any]:

@@ -349,7 +349,7 @@ def test_a_lost_inference_process_serves_again_what_it_served(tiny_bundle, tmp_p
         os.kill(inference, signal.SIGKILL)
         until(lambda: children(at.server)["inference"] not in ([], [inference]), 60)
         until(lambda: all(readiness(at.server) == 200 for _ in range(20)), 60)  # of both
-        assert ["tiny@3 current"] == at.states()
+        until(lambda: ["tiny@3 current"] == at.states(), 60)  # it is cold until it is open
         assert all(swapped == at.vector("tiny") for _ in range(8))
         until(lambda: any("not served again" in x and "tiny@2" in x for x in at.server.log))
         at.load(at.save("4"))

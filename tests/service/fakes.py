@@ -41,6 +41,7 @@ TOKENS = 7  # of every request
 
 class FakeEngine:
     id = "tiny@1"
+    model = SimpleNamespace(cold=False)
     manifest = SimpleNamespace(
         heads={
             "sentiment": Head(task="classification", labels=("good", "bad")),

@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,9 @@ from service.core.encode import Window
 from service.core.packing import MOST_MASKS, Packed
 from service.core.session import BatchOutputs, Session, SessionOptions, open_session
 from service.engines import local_device
-from service.engines.local_device import LocalDevice, Runner, full_shapes
+from service.engines.local_device import LocalDevice, OpenedBundle, Runner, full_shapes
 from service.errors import InferenceFailed
 from service.observability.metrics import Metrics
-from service.scheduling.cost_model import Sample
 from service.scheduling.entries import Entry
 from service.scheduling.executor import BatchStats, Running
 from service.scheduling.load import MAX_QUEUE_TOKENS
@@ -125,8 +124,8 @@ def test_a_bundle_is_measured_by_the_layout_of_its_graph(
         return run(width, windows)
 
     runner.run = spy
-    (estimator,) = runner.warm_up().values()
-    assert estimator.cost.padded is padded
+    runner.warm_up()
+    assert runner.padded is padded
     assert runner.unbatched is (layout == "alone")
     assert set(ran) == sizes
 
@@ -146,16 +145,7 @@ def test_the_cost_of_mask_tokens_is_measured(masked_bundle):
         runner.count_masks(window, (masks,)),
         runner.count_masks(window, others),
     )
-    samples = []
-
-    class Recorded(local_device.Estimator):
-        def __init__(self, measured: Sequence[Sample], **options: Any) -> None:
-            samples.extend(measured)
-            super().__init__(measured, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_device, "Estimator", Recorded)
-        runner.warm_up()
+    (samples,) = runner.warm_up().values()
     assert [sample.masks for sample in samples if sample.masks] == [MOST_MASKS]
 
 
@@ -233,6 +223,10 @@ def gpu_device(**settings: Any) -> LocalDevice:
     return LocalDevice(chosen, Slots(2, {1: 1}), Metrics(), CUDA)
 
 
+def at_rate(opened: OpenedBundle, gpu_rate: float) -> OpenedBundle:
+    return replace(opened, proof=replace(opened.proof, gpu_rate=gpu_rate))
+
+
 async def test_a_gpu_runs_full_batches_first(on_the_gpu, tiny_bundle):
     """All slots run one at the same time, twice, before anything else; by their rate the queue is limited."""
     device = gpu_device()
@@ -241,13 +235,13 @@ async def test_a_gpu_runs_full_batches_first(on_the_gpu, tiny_bundle):
     found = device.open(opened)
     length = opened.manifest.max_length
     assert [(1024 // length, length)] * 4 == on_the_gpu.ran[:4]
-    assert found.gpu_rate > 0
+    assert found.proof.gpu_rate > 0
     assert math.inf == found.area
-    device.add(replace(found, gpu_rate=1e6))
+    device.add(at_rate(found, 1e6))
     assert 3_000_000 == device.max_queue_tokens == device.load().max_queue_tokens
-    device.add(replace(found, gpu_rate=1e9))
+    device.add(at_rate(found, 1e9))
     assert 2**23 == device.max_queue_tokens
-    device.add(replace(found, gpu_rate=10.0))
+    device.add(at_rate(found, 10.0))
     assert MAX_QUEUE_TOKENS == device.max_queue_tokens
     await device.drop("tiny@1")
     assert MAX_QUEUE_TOKENS == device.max_queue_tokens
@@ -256,7 +250,7 @@ async def test_a_gpu_runs_full_batches_first(on_the_gpu, tiny_bundle):
 def test_a_set_queue_limit_is_kept(on_the_gpu, tiny_bundle):
     """Whatever the GPU's rate is."""
     device = gpu_device(max_queue_tokens=1000)
-    device.add(replace(device.open(bundle.load(tiny_bundle)), gpu_rate=1e6))
+    device.add(at_rate(device.open(bundle.load(tiny_bundle)), 1e6))
     assert 1000 == device.max_queue_tokens
 
 

@@ -141,7 +141,7 @@ class Shelf:
     """Engines of no device, and the texts that they are to adopt."""
 
     def __init__(self, texts: BundleTexts) -> None:
-        device = SimpleNamespace(load=Load, alive=lambda: True)
+        device = SimpleNamespace(load=Load, loads=dict, alive=lambda: True)
         self.engines = Engines(cast(Device, device), cast(Any, None), cast(Any, None), Settings())
         self.texts = texts
 

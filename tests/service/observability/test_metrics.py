@@ -80,6 +80,18 @@ def test_the_device_is_read_at_the_scrape():
     assert info == [("tiny@2", "fp32", "CPU", "ort 1", "00ff", "current")]
 
 
+def test_the_series_of_a_closed_model_end():
+    """Those of its batches end after one more page; its requests stay counted while it is listed."""
+    metrics, models = Metrics(), {"tiny@1": {**FACTS, "state": "cold"}}
+    metrics.watch(dict, lambda: models)
+    metrics.observe_batch(STATS)
+    metrics.observe_request("/embed", "tiny@1", 200, 0.5)
+    pages = [{name for name, _ in samples(metrics.render().decode())} for _ in range(2)]
+    batches = {"quartet_batch_size_sum", "quartet_inference_seconds_sum"}
+    assert [batches, set()] == [batches & page for page in pages]
+    assert "quartet_request_duration_seconds_count" in pages[1]
+
+
 def test_each_process_has_its_own():
     """Two sets of metrics do not meet in a global registry."""
     first, second = Metrics(), Metrics()

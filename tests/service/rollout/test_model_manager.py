@@ -264,7 +264,7 @@ async def test_what_must_not_be_served_changes_nothing(curated, how, lines):
     assert ["tiny@1 current"] == await curated.shown()
     assert ["tiny@1"] == [*curated.device.texts]
     assert 1 == len(curated.subscriber.adopted)
-    assert [] == curated.reports
+    assert 1 == len(curated.reports)
     (told,) = [line for line in lines if line["event"] == "refused"]
     assert ("load", "2", "ops") == (told["order"], told["path"], told["by"])
 
@@ -278,7 +278,7 @@ async def test_a_failed_activation_is_reverted(curated):
     await curated.gone("tiny@2")
     assert ["tiny@1 current"] == await curated.shown()
     assert ["tiny@1"] == [model.id for model in curated.subscriber.adopted[-1]]
-    assert [] == curated.reports
+    assert 1 == len(curated.reports)
 
 
 async def test_loading_is_seen_and_serving_goes_on(curated, monkeypatch):
@@ -548,6 +548,7 @@ async def again(curated: Curated) -> AsyncIterator[Curated]:
     async with open_device(curated.settings, metrics) as device:
         made = Curated(curated.full, curated.models_dir, device, curated.settings, metrics)
         made.manager.open(curated.reports[-1]["resume"])
+        await made.manager.reopen()
         yield made
 
 

@@ -1,0 +1,258 @@
+"""Models of a directory are opened at their first requests, within a memory budget, and closed by use."""
+
+import asyncio
+import shutil
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from service.core import bundle as bundles
+from service.core.bundle import BundleTexts
+from service.core.encode import Window
+from service.core.session import Session
+from service.engines.commands import ListModels, LoadModel
+from service.engines.local_device import open_device
+from service.engines.memory_need import graph_needs
+from service.engines.model_state import Models
+from service.engines.proofs import FILE
+from service.errors import NotReady, UnknownModel
+from service.observability.metrics import Metrics
+from service.rollout.model_manager import ModelManager, kept_of, no_trial
+from service.scheduling.entries import Entry, Outcome
+from service.settings import Settings
+from tests.versions import restate, save_version
+
+NAMES = ("a", "b", "c")
+
+
+class Follower:
+    async def adopt(self, models: Models, texts: Mapping[str, BundleTexts]) -> None:
+        self.models = models
+
+    async def left(self, model_id: str) -> None:
+        pass
+
+
+class Fleet:
+    """A manager of a directory of three models, with memory for two, and what it has opened."""
+
+    def __init__(self, manager: ModelManager, opened: list[str]) -> None:
+        self.manager = manager
+        self.device = manager.device
+        self.opened = opened
+
+    @property
+    def open_now(self) -> list[str]:
+        return [name for name in NAMES if self.manager._device.is_open(f"{name}@1")]
+
+    async def ask(self, name: str, within_s: float = 60.0) -> float:
+        """Return how much the answer of a model differs from its golden."""
+        now = time.monotonic()
+        folder = self.manager._settings.models_dir
+        assert folder is not None
+        golden = bundles.load(folder / name, proven=True).golden
+        length = golden.lengths[0]
+        window = Window(golden.input_ids[:length], golden.token_type_ids[:length])
+        entry = Entry(f"{name}@1", window, "r", now, now + within_s, heads=("sentiment",))
+        (outcome,) = await self.device.submit([entry])
+        assert isinstance(outcome, Outcome)
+        return float(np.abs(outcome.outputs["sentiment"] - golden.outputs["sentiment"][0]).max())
+
+    async def states(self) -> dict[str, str]:
+        models = (await self.manager.execute(ListModels()))["models"]
+        return {model["id"].partition("@")[0]: model["state"] for model in models}
+
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def fleet_folder(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fleet")
+    for name in NAMES:  # whose answers differ
+        save_version(tiny_bundle, folder / name, name)
+        restate(folder / name, name=name, version="1")
+    return folder
+
+
+@pytest.fixture
+def start(fleet_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """A function that starts to serve the directory, as a new process does."""
+    monkeypatch.setattr("service.engines.local_device.WARM_UP_S", 0.001)
+    folder = tmp_path / "models"
+    shutil.copytree(fleet_folder, folder)
+
+    @asynccontextmanager
+    async def begin(
+        resume: Mapping[str, Any] | None = None, models: int = 2, precision: str = "auto"
+    ) -> AsyncIterator[Fleet]:
+        settings = Settings(
+            models_dir=folder,
+            memory_budget=models * need(folder / "a"),
+            provider="cpu",
+            threads=1,
+            precision=precision,
+        )
+        metrics = Metrics()
+        async with open_device(settings, metrics) as device:
+            manager = ModelManager(device, settings, metrics, trial=no_trial)
+            opened: list[str] = []
+            open_bundle = device.open
+
+            def spied(bundle: bundles.Bundle, *proof: Any) -> Any:
+                opened.append(bundle.manifest.name)
+                return open_bundle(bundle, *proof)
+
+            monkeypatch.setattr(device, "open", spied)
+            manager.open(resume)
+            await manager.follow(Follower())
+            yield Fleet(manager, opened)
+
+    return begin
+
+
+def need(folder: Path) -> int:
+    """Return the bytes that a model takes of the budget."""
+    (own,) = graph_needs(Settings(), folder)
+    return own.memory.opened
+
+
+async def test_models_open_at_their_first_request_and_close_by_use(start):
+    """All are listed from the start; each answer is its model's own."""
+    async with start() as fleet:
+        assert dict.fromkeys(NAMES, "cold") == await fleet.states()
+        for name in ("a", "b", "a", "c"):
+            assert await fleet.ask(name) < 1e-4
+        assert ["a", "c"] == fleet.open_now
+        assert {"a": "current", "b": "cold", "c": "current"} == await fleet.states()
+        await fleet.ask("a")
+        assert await fleet.ask("b") < 1e-4
+        assert ["a", "b"] == fleet.open_now
+        with pytest.raises(UnknownModel):
+            await fleet.device.open("d@1")
+
+
+async def test_concurrent_first_requests_open_a_model_once(start):
+    """More models than fit are requested at once, and each request is answered."""
+    async with start() as fleet:
+        assert max(await asyncio.gather(*[fleet.ask(name) for name in NAMES * 8])) < 1e-4
+        assert [*NAMES] == sorted({*fleet.opened})
+        await asyncio.gather(*[fleet.ask(fleet.open_now[0]) for _ in range(8)])
+        assert 3 <= len(fleet.opened) <= 4  # the last may have closed one whose requests came later
+
+
+async def test_a_request_waits_no_longer_than_its_deadline(start):
+    """It fails with the seconds after which to try again; the model opens all the same."""
+    async with start() as fleet:
+        with pytest.raises(NotReady, match="a@1 is being opened") as refused:
+            await fleet.ask("a", within_s=0.01)
+        assert "1" == refused.value.headers["Retry-After"]
+        assert await fleet.ask("a") < 1e-4
+        assert ["a"] == fleet.opened
+
+
+async def test_a_model_is_not_closed_while_it_answers(start, monkeypatch):
+    """The model that has been used least recently still completes its request."""
+    async with start(models=1) as fleet:
+        await fleet.ask("a")
+        hold = threading.Event()
+        run = Session.run
+        monkeypatch.setattr(Session, "run", lambda *given: hold.wait(30) and run(*given))
+        answers = [asyncio.create_task(fleet.ask(name)) for name in ("a", "b")]
+        await asyncio.sleep(0.1)
+        assert ["a"] == fleet.open_now
+        hold.set()
+        assert max(await asyncio.gather(*answers)) < 1e-4
+        assert ["b"] == fleet.open_now
+
+
+async def test_an_unusable_model_is_set_aside_by_name(start):
+    """Its requests fail with the reason, others are served, and a load tries it again."""
+    async with start() as fleet:
+        folder = fleet.manager._settings.models_dir / "b"
+        weights = (folder / "weights.bin").read_bytes()
+        (folder / "weights.bin").write_bytes(weights[:-4] + b"\0\0\0\0")
+        with pytest.raises(NotReady, match=r"b@1 is set aside: it cannot be opened: .*SHA-256"):
+            await fleet.ask("b")
+        assert await fleet.ask("a") < 1e-4
+        assert "set_aside" == (await fleet.states())["b"]
+        (folder / "weights.bin").write_bytes(weights)
+        await fleet.manager.execute(LoadModel(path="b", by="ops"))
+        assert await fleet.ask("b") < 1e-4
+        for name in ("a", "c", "a"):  # a loaded model stays open
+            await fleet.ask(name)
+        assert "b" in fleet.open_now
+
+
+async def test_goldens_are_proven_once(start, monkeypatch):
+    """Also by the next process; a changed file, or other settings, need another proof."""
+    checked: list[str] = []
+    check = Session.check
+
+    def spied(self: Session, bundle: bundles.Bundle) -> None:
+        checked.append(bundle.manifest.name)
+        check(self, bundle)
+
+    monkeypatch.setattr(Session, "check", spied)
+    async with start() as fleet:
+        for name in ("a", "b", "c", "a"):
+            await fleet.ask(name)
+        assert [*NAMES] == checked
+        folder = fleet.manager._settings.models_dir
+    async with start() as fleet:
+        assert await fleet.ask("a") < 1e-4
+        assert [*NAMES] == checked
+    weights = folder / "a" / "weights.bin"
+    weights.write_bytes(weights.read_bytes())
+    async with start() as fleet:
+        await fleet.ask("a")
+        await fleet.ask("b")
+    async with start(precision="fp32") as fleet:
+        await fleet.ask("b")
+    assert [*NAMES, "a", "b"] == checked
+    (folder / FILE).write_text('{"x": [')
+    async with start() as fleet:
+        await fleet.ask("b")
+    assert [*NAMES, "a", "b", "b"] == checked
+
+
+async def test_after_a_crash_the_busiest_opens_first(start):
+    """Models that were open are opened again in the order of their use; all others stay cold."""
+    async with start() as fleet:
+        for name in ("a", "b", "b"):
+            await fleet.ask(name)
+        models = [kept_of(model) for model in fleet.manager.models]
+        used = fleet.device.rank()
+    async with start({"models": models, "used": used}) as fleet:
+        await fleet.manager.reopen()
+        assert ["b", "a"] == fleet.opened
+        assert ["a", "b"] == fleet.open_now
+
+
+async def test_a_model_that_ends_its_process_is_set_aside(start):
+    """At the third time in a row; an answer in between is an acquittal."""
+    resume: dict[str, Any] = {}
+    async with start() as fleet:
+        resume["models"] = [kept_of(model) for model in fleet.manager.models]
+    for end in range(3):
+        async with start(resume) as fleet:
+            fleet.device.strike(["a@1", "b@1"])
+            fleet.device.strike(["a@1"])  # another HTTP process tells of the same end
+            if end < 2:
+                assert await fleet.ask("b") < 1e-4
+                while fleet.device.strikes["b@1"]:
+                    await asyncio.sleep(0.001)
+                    fleet.device.acquit()
+                resume["strikes"] = dict(fleet.device.strikes)
+                assert {"a@1": end + 1} == resume["strikes"]
+            else:
+                with pytest.raises(NotReady, match="a@1 is set aside: it has ended the inference"):
+                    await fleet.ask("a")
+                assert await fleet.ask("b") < 1e-4
+                assert not fleet.device.load().problem
