@@ -24,6 +24,7 @@ from export import head_bundle
 from model.frozen import FrozenEncoder, TrainedHead, make_head
 from service.core import bundle
 from service.core.bundle import Head
+from service.core.session import trim
 from service.core.state_heads import StateHead
 from service.embedded import EmbeddedService
 from service.tasks.classification import Classification
@@ -83,6 +84,7 @@ async def measure(options: argparse.Namespace, root: Path) -> dict[str, float]:
         loads, ratios, unloads = [], [], []
         await service.load_model(names[0])
         await throughput(service, names[:1], texts, options.seconds)  # warms up
+        trim()
         before = memory_bytes()
         for name in names[1:]:
             began = time.perf_counter()

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from model import config, dev_report, evaluate
-from model.finetune import DevRows, complete, read_tasks
+from model.finetune import DevRows, complete, read_tasks, record_held_out
 from model.finetune_settings import FinetuneSettings
 from model.training import optim
 from service.core.bundle import Activation, Bundle, BundleError, Head, Layers
@@ -170,6 +171,8 @@ def train(s: FinetuneSettings, encoder: FrozenEncoder, show: Callable[[str], Non
     described, _, tasks, dev = read_tasks(s, texts, shape, {}, {"labels": 1.0})
     if not tasks:
         raise ValueError(f"heads.{name}: there is nothing to train on")
+    Path(s.output).mkdir(parents=True, exist_ok=True)
+    record_held_out(Path(s.output), dev)
     torch.manual_seed(s.seed)
     module = make_head(described[name], encoder.hidden_size)
     features = Features(encoder, module.layers)
@@ -202,6 +205,7 @@ def train(s: FinetuneSettings, encoder: FrozenEncoder, show: Callable[[str], Non
             )
             if score >= best_score:
                 best, best_score = copy.deepcopy(module), score
+    s = s.model_copy(update={"dev_limit": 0})
     found = finish(best, features, described[name], texts, dev, s)
     metrics = judge(best, features, found, texts, dev, s)
     origin = dev[name].origin if name in dev else ""
