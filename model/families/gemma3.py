@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from model.attention import Mask, PackedLayout, ScaledDotProductAttention
-from model.families.eurobert import LlamaLayer, RMSNorm, WordEmbeddings
+from model.families.llama import LlamaLayer, RMSNorm, WordEmbeddings
 from model.families.modernbert import GLOBAL, LOCAL, Rotation, read_theta, rotation
 from model.families.qwen3 import QWEN3, DecoderConfig, Qwen3, Qwen3SelfAttention
 

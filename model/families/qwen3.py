@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from model.attention import Mask, PackedLayout, real_slots
-from model.families.eurobert import LLAMA_NAMES, Llama, LlamaConfig, LlamaLayer, RMSNorm
+from model.families.llama import LLAMA_NAMES, Llama, LlamaConfig, LlamaLayer, RMSNorm
 from model.families.modernbert import (
     GLOBAL,
     LOCAL,
