@@ -136,6 +136,12 @@ REQUEST_HEADERS: list[Object] = [
         "schema": {"type": "string"},
     },
     {
+        "name": "X-Quartet-Receipt",
+        "in": "header",
+        "description": "Any value: the response says in this header how the answer was made.",
+        "schema": {"type": "string"},
+    },
+    {
         "name": "X-Priority",
         "in": "header",
         "description": "May only lower the priority that the key gives.",

@@ -91,10 +91,10 @@ def distance(one: Any, other: Any) -> float:
 
 
 def decisions(result: Any) -> Any:
-    """Return what a result decides, for a hash: labels, tokens or spans without scores; of vectors their shapes."""
+    """Return what a result decides, for a hash: labels, tokens or spans; of vectors their shapes; None for an error."""
     if isinstance(result, Mapping):
         return {str(key): decisions(value) for key, value in result.items()}
-    if isinstance(result, float):
+    if result is None or isinstance(result, float):
         return None
     if isinstance(result, SparseVector):
         return len(result.indices)
@@ -136,6 +136,8 @@ def _numbers(result: Any) -> Iterator[tuple[NDArray[Any] | None, NDArray[Any]]]:
     if isinstance(result, Mapping):
         for value in result.values():
             yield from _numbers(value)
+    elif result is None:  # of an input that failed
+        return
     elif isinstance(result, SparseVector):
         yield result.indices, result.values
     else:

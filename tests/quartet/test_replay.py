@@ -16,9 +16,13 @@ ASK = {receipts.HEADER.lower().encode(): b"1"}
 NAME = receipts.HEADER.lower().encode()
 KEY = "a key of sixteen".replace(" ", "-")
 TEXT = "Ada drew a comet in Turin."
+LONG = "at dawn " * 999  # which fails
 BODIES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "/embed": ({"inputs": TEXT, "normalize": False}, [TEXT]),
-    "/classify": ({"inputs": [TEXT, "at dawn"], "top_k": 1}, [TEXT, "at dawn"]),
+    "/classify": (
+        {"inputs": [TEXT, LONG], "top_k": 1, "truncate": False, "on_error": "null"},
+        [TEXT, LONG],
+    ),
     "/ner": ({"inputs": [TEXT, TEXT]}, [TEXT, TEXT]),
     "/qa": ({"question": "Who?", "context": TEXT}, ["Who?", TEXT]),
     "/rerank": (
