@@ -23,7 +23,7 @@ from service.settings import Settings, flag
 from service.settings_sources import configure
 from service.tasks.fields import Strict
 from service.variables import NOT_FLAGS, variable
-from tests import reference_pages
+from tests import charts, reference_pages
 from tests.words import avoided, find_files
 
 ROOT = Path(__file__).parent.parent
@@ -267,6 +267,12 @@ def test_every_promise_has_its_proof():
     told = {proof.search(row[2]).groups(): row[0] for row in rows(read("reference/promises.md"))}
     assert told == promised()
     assert len(told) > 20
+
+
+def test_the_chart_knows_every_setting():
+    """`python -m tests.charts` renews their names."""
+    schema = (charts.CHART / "values.schema.json").read_text(encoding="utf-8")
+    assert charts.renew_settings(schema) == schema
 
 
 def test_python_example_runs(monkeypatch, capsys):

@@ -99,12 +99,6 @@ def test_the_schema_refuses_typos(values):
         jsonschema.validate({**DEFAULTS, **values}, SCHEMA)
 
 
-def test_the_schema_knows_the_settings():
-    """`python -m tests.charts` renews their names."""
-    names = SCHEMA["properties"]["settings"]["propertyNames"]["enum"]
-    assert Settings.model_fields.keys() - charts.OWN == {*names}
-
-
 def test_the_chart_has_the_version_of_the_service():
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert (__version__, __version__) == (chart["version"], chart["appVersion"])
