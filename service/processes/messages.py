@@ -106,7 +106,10 @@ class ModelTable:
         fields = [
             (own.manifest.id, own.sha256, own.manifest.model_dump(mode="json")) for own in texts
         ]
-        tokenizers = {own.manifest.vocabulary.sha256: own.tokenizer for own in texts}
+        # Those of head bundles are empty.
+        tokenizers = {
+            own.manifest.vocabulary.sha256: own.tokenizer for own in texts if own.tokenizer
+        }
         sizes = [(sha256, len(content)) for sha256, content in tokenizers.items()]
         return cls([*models], fields, sizes), b"".join(tokenizers.values())
 
@@ -132,7 +135,8 @@ class ModelTable:
         found: dict[str, BundleTexts] = {}
         for name, sha256, fields in self.texts:
             manifest = Manifest.model_validate(fields)
-            found[name] = BundleTexts(manifest, sha256, tokenizers[manifest.vocabulary.sha256])
+            tokenizer = b"" if manifest.encoder else tokenizers[manifest.vocabulary.sha256]
+            found[name] = BundleTexts(manifest, sha256, tokenizer)
         return found
 
 

@@ -53,9 +53,8 @@ def test_heads_come_and_go_under_load(
                 return
             replies.append((model, text, ask(at, model, text)))
 
-    with desk(tiny_bundle, tmp_path, workers=workers, others=[states_bundle]) as at:
+    with desk(tiny_bundle, tmp_path, workers=workers, others=[states_bundle, heads / "kept"]) as at:
         shutil.copytree(heads, at.models_dir, dirs_exist_ok=True)
-        at.load("kept")
         alone = {
             (model, text): ask(at, model, text).json()["results"]
             for model in ("kept", "states")
