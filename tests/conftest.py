@@ -99,6 +99,9 @@ def share_traces(trace: Callable[..., "onnx.ModelProto"], built_once: "BuiltOnce
     import onnx
 
     def shared(module: Any, *arguments: Any) -> onnx.ModelProto:
+        if any(part._forward_hooks for part in module.modules()):
+            return trace(module, *arguments[:4])  # the hash does not tell what hooks do
+
         def build(path: Path) -> None:
             onnx.save(trace(module, *arguments[:4]), path)
 

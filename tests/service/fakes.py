@@ -194,6 +194,9 @@ class FakeEngines:
     def load(self) -> Load:
         return self.told or Load(problem="" if self.ready else "inference does not run")
 
+    def loads(self) -> Mapping[str, Load]:
+        return {"cpu": self.load()}
+
     def alive(self) -> bool:
         return self.ready
 

@@ -541,7 +541,10 @@ async def test_the_engine_knows_the_deadline(client, engine):
 async def test_models_are_described(client):
     """Each engine speaks for itself."""
     response = await client.get("/models")
-    assert response.json() == {"models": [{"id": "tiny@1", "precision": "int8"}]}
+    assert response.json() == {
+        "models": [{"id": "tiny@1", "precision": "int8"}],
+        "devices": [{"name": "cpu", "ready": True, "queue_tokens": 0}],
+    }
 
 
 async def test_live_and_ready_say_so(client):

@@ -177,7 +177,8 @@ async def test_the_description_has_the_memory_of_the_graph_that_runs(tiny_bundle
     async with open_local_engines(
         Metrics(), Settings(bundles=(folder,), provider="cpu", threads=1)
     ) as engines:
-        response = JsonResponse({"models": [engine.describe() for engine in engines.all()]})
+        models = [engine.describe() for engine in engines.all()]
+        response = JsonResponse({"models": models, "devices": []})
         response.finish()
     (model,) = ModelsResponse.model_validate_json(response.body).models
     assert model.memory is not None
