@@ -28,7 +28,7 @@ GOLDEN, WEIGHTS = "golden.npz", "heads.npz"
 
 
 class FrozenSettings(FinetuneSettings):
-    """The settings of `python -m export.head_bundle`: those of fine-tuning, and the bundle to write."""
+    """The settings of `python -m export.head_bundle`: the settings of fine-tuning, and the bundle to write."""
 
     out: str = setting(..., "directory of version 1 of the bundle", "bundles/questions")
 

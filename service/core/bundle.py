@@ -590,7 +590,7 @@ class Manifest(_Record):
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
-        """The precisions of the graphs, or those of the encoder for which a head bundle has goldens."""
+        """The precisions of the graphs, or the precisions of the encoder for which a head bundle has goldens."""
         of_graphs = dict.fromkeys(graph.precision for graph in self.graphs)
         return tuple(of_graphs or self.goldens.tolerance)
 

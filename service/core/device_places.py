@@ -18,7 +18,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A device. cores: those of its process, empty for all; environment: variables that make only this GPU visible"""
+    """A device. cores: the cores of its process, empty for all; environment: makes only this GPU visible"""
 
     name: str
     cores: tuple[int, ...] = ()

@@ -1,6 +1,6 @@
 """Files at addresses: `hf://`, `s3://`, `gs://`, `https://` and, without a proof of the sender, `http://`.
 
-Credentials are those of each library: the variables and files of AWS and Google, huggingface_hub's token, `.netrc`.
+Each library uses its own credentials: the variables and files of AWS and Google, huggingface_hub's token, `.netrc`.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ class Files(Protocol):
     """The files below an address, by their paths relative to it."""
 
     def list(self, known: Iterable[str] = ()) -> Listing:
-        """Return all files; of a web server, which has no list of them, those of `known` that it has."""
+        """Return all files; of a web server, which has no list of them, the files in `known` that it has."""
 
     def open(self, name: str) -> Any:
         """Return a context manager that yields the file's bytes. Raises FileNotFoundError for an absent one."""

@@ -103,7 +103,7 @@ def save_heads(path: Path, heads: Mapping[str, StateHead]) -> None:
 
 
 class StateOutputs(Mapping[str, Floats]):
-    """The outputs of one window. Those of heads on its hidden states are computed when they are read.
+    """The outputs of one window. Outputs of heads on its hidden states are computed when they are read.
 
     rows: the outputs of the graph, with the states
     heads: by the names of their outputs
@@ -135,5 +135,5 @@ def output_name(bundle_id: str, head: str) -> str:
 
 
 def graph_outputs(names: Iterable[str], states: str) -> tuple[str, ...]:
-    """Return the outputs of the graph that heads need: the states in place of those of other bundles."""
+    """Return the outputs of the graph that heads need: the states in place of outputs of other bundles."""
     return tuple({states if "/" in name else name for name in names})

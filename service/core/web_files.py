@@ -1,4 +1,4 @@
-"""Files of web servers, apart from those of stores because its imports take time."""
+"""Files of web servers, apart from files of stores, because its imports take time."""
 
 import netrc
 import os

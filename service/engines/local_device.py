@@ -418,7 +418,7 @@ class LocalDevice:
         self.texts[manifest.id], self.runs_on[manifest.id] = texts, runs_on
 
     def is_open(self, name: str) -> bool:
-        """Return whether a bundle's sessions are open, for a head bundle those of its encoder."""
+        """Return whether a bundle's sessions are open, for a head bundle the sessions of its encoder."""
         encoder = self.texts[name].manifest.encoder if name in self.texts else None
         return (encoder.id if encoder else name) in self._runners
 

@@ -23,7 +23,7 @@ ObserveFound = Callable[[Mapping[str, int]], None]
 
 
 class Key(NamedTuple):
-    """What the outputs of a window depend on, and who asked. digest: of its tokens"""
+    """The identity of the outputs of a window. tenant: who asked; digest: of the tokens"""
 
     bundle: str
     heads: Heads

@@ -106,7 +106,7 @@ class ModelTable:
         fields = [
             (own.manifest.id, own.sha256, own.manifest.model_dump(mode="json")) for own in texts
         ]
-        # Those of head bundles are empty.
+        # The tokenizers of head bundles are empty.
         tokenizers = {
             own.manifest.vocabulary.sha256: own.tokenizer for own in texts if own.tokenizer
         }
@@ -205,7 +205,7 @@ class Executed:
     answer: dict[str, Any]
 
 
-# -- from the first inference process to those of other devices -------------------------------------------------------
+# -- from the first inference process to the others -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ class Child:
     device: int = 0  # the number of its device; 0 for an HTTP process
 
     def talks_to(self, other: "Child") -> bool:
-        """Whether there is a channel between the two: the first device's process also leads those of the others."""
+        """Whether there is a channel between the two. The first device's process also leads the other ones."""
         return self.role != other.role or (
             self.role == "inference" and 0 in (self.device, other.device)
         )

@@ -118,7 +118,7 @@ class ModelManager:
     # -- at start ---------------------------------------------------------------------------------
 
     def open(self, resume: Resume | None = None) -> None:
-        """Open the bundles of the settings, or with `resume` list those of the previous process, for `reopen`.
+        """Open the bundles of the settings, or with `resume` list the bundles of the previous process, for `reopen`.
 
         Raises BundleError or ProviderError if a bundle, or all previous ones, cannot be served.
         """

@@ -76,7 +76,7 @@ async def test_a_head_answers_by_the_states_of_its_encoder(states_bundle, heads)
 
 
 async def test_requests_for_different_heads_share_batches(states_bundle, heads):
-    """The results are bitwise those of a request alone, and at least one batch holds entries of several requests."""
+    """The results have the bytes of a request alone, and at least one batch holds entries of several requests."""
     async with serving(states_bundle, *(heads / task for task in TASKS)) as service:
         calls = [
             partial(service.answer, task, model=model)

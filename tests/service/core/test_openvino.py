@@ -362,7 +362,7 @@ def test_outputs_of_the_package(opened, packed):
 
 @pytest.mark.usefixtures("real")
 def test_some_heads(opened, packed):
-    """A run of some heads returns their outputs only, equal to those of all heads."""
+    """A run of some heads returns their outputs only, equal to the outputs in a run of all heads."""
     session = open_session(opened, provider="openvino", options=ONE_THREAD)
     everything = session.run(packed)
     first, *_ = session.heads

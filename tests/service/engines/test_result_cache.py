@@ -183,7 +183,7 @@ async def test_bytes_are_bounded_and_the_least_recently_used_go_first():
 
 
 async def test_results_end_with_their_model():
-    """Also those of heads in other bundles, and those that are still being computed when it leaves."""
+    """So do results of heads in other bundles, and results that are still being computed when it leaves."""
     cached = Cached()
     shared = {"heads": ("n@1/h",)}
     await cached.cache.submit([window(1), window(2, **shared)])

@@ -81,7 +81,7 @@ def test_the_device_is_read_at_the_scrape():
 
 
 def test_the_series_of_a_closed_model_end():
-    """Those of its batches end after one more page; its requests stay counted while it is listed."""
+    """The series of its batches end after one more page; its requests stay counted while it is listed."""
     metrics, models = Metrics(), {"tiny@1": {**FACTS, "state": "cold"}}
     metrics.watch(dict, lambda: models)
     metrics.observe_batch(STATS)

@@ -148,7 +148,7 @@ async def test_concurrent_first_requests_open_a_model_once(start):
 
 
 async def test_a_request_waits_no_longer_than_its_deadline(start):
-    """It fails with the seconds after which to try again; the model opens all the same."""
+    """It fails with the seconds after which to try again; the model opens nevertheless."""
     async with start() as fleet:
         with pytest.raises(NotReady, match="a@1 is being opened") as refused:
             await fleet.ask("a", within_s=0.01)
@@ -243,7 +243,7 @@ async def test_a_model_that_ends_its_process_is_set_aside(start):
     for end in range(3):
         async with start(resume) as fleet:
             fleet.device.strike(["a@1", "b@1"])
-            fleet.device.strike(["a@1"])  # another HTTP process tells of the same end
+            fleet.device.strike(["a@1"])  # another HTTP process reports the same end
             if end < 2:
                 assert await fleet.ask("b") < 1e-4
                 while fleet.device.strikes["b@1"]:
