@@ -29,7 +29,7 @@ NO_VECTORS = {"matryoshka_dimensions"}  # a field of embedding heads that change
 # Fields that the hash of an embedding space omits where a head does not use them.
 OPTIONAL_FIELDS = (
     *("late_interaction", "sparse", "mask_token_id", "vocabulary_size", "calibration_temperature"),
-    "pair_prompt",
+    *("pair_prompt", "label_prompt"),
     *EMBEDDING_FIELDS,
 )
 

@@ -143,11 +143,9 @@ class NerRequest(HeadRequest, EntityRecognition):
 
     @model_validator(mode="after")
     def _check_options(self) -> Self:
-        of_labels = {"threshold", "nested"} & self.model_fields_set
-        if self.labels is None and of_labels:
-            raise PydanticCustomError(
-                "without_labels", "{name} needs labels", {"name": min(of_labels)}
-            )
+        if self.labels is None and (self.nested or self.threshold is not None):
+            name = "nested" if self.nested else "threshold"
+            raise PydanticCustomError("without_labels", "{name} needs labels", {"name": name})
         if self.labels is not None and "aggregation_strategy" in self.model_fields_set:
             raise PydanticCustomError(
                 "with_labels", "leave out aggregation_strategy, which no head with labels has"

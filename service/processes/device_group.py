@@ -1,5 +1,6 @@
 """Several devices behind the interface of one."""
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -8,6 +9,8 @@ from service.engines.model_state import Models
 from service.processes.remote_device import RemoteDevice
 from service.scheduling.entries import Entry, EntryOutcome, OnOutcome, PendingRequest
 from service.scheduling.load import Backlog, Flow, Load, RemainingWork, total_load
+
+RETRY_S = 0.1  # until lost requests look for a device again
 
 
 class NoModels:
@@ -76,13 +79,14 @@ class DeviceGroup:
             chosen.change(flow, work, RemainingWork())
 
     def _compute_lost(self) -> None:
-        """Compute the lost requests on a device that has their models; if none has, wait for the first device."""
+        """Compute the lost requests on a device that has their models, as soon as there is one."""
         bundles = {request.entries[0].bundle for request in self._lost}
         for device in self.devices:
             load = device.load()
             if load.ready and bundles <= load.rates.keys():
                 device.compute_lost()
                 return
+        asyncio.get_running_loop().call_later(RETRY_S, self._compute_lost)
 
     @property
     def max_queue_tokens(self) -> int:

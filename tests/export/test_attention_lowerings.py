@@ -78,7 +78,13 @@ class Attentions(nn.Module):
             yield qkv(self.words(ids)).split(heads.widths, dim=-1)
 
     def forward(
-        self, ids: Tensor, types: Tensor, places: Tensor, layout: PackedLayout, positions: None
+        self,
+        ids: Tensor,
+        types: Tensor,
+        places: Tensor,
+        layout: PackedLayout,
+        positions: None,
+        of: None = None,
     ) -> dict[str, Tensor]:
         columns = torch.arange(layout.unpack.shape[1])
         bias = far_from(columns)
