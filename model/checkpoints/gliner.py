@@ -11,6 +11,7 @@ from typing import Any
 from model.checkpoints.config_table import check_config
 from model.checkpoints.errors import CheckpointError
 from model.checkpoints.head_config import validate_head
+from model.checkpoints.hub_download import GLINER
 from model.checkpoints.hub_names import encoder_names, from_hub, names_on_hub, with_encoder
 from model.checkpoints.json_files import read_object
 from model.checkpoints.reader import make_encoder
@@ -22,7 +23,6 @@ from model.config import MOST
 from model.families.registry import family_named
 from model.heads import EncoderWithHeads, WordLabelScores
 
-GLINER = "gliner_config.json"
 HEAD = "entities"
 ENCODER = "token_rep_layer.bert_layer.model."
 # Our names of the head's modules, as patterns, and the package's.

@@ -32,7 +32,8 @@ from service.core.addresses import RemoteError, address
 from service.core.remote_files import copy, files_at
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
-CONFIG_FILES = ("config.json", "heads.json", "provenance.json", ADAPTER)
+GLINER = "gliner_config.json"
+CONFIG_FILES = ("config.json", GLINER, "heads.json", "provenance.json", ADAPTER)
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.txt", "vocab.json", "merges.txt"),

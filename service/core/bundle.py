@@ -721,7 +721,7 @@ def _read_manifest(folder: Path) -> bytes:
         return path.read_bytes()
     except FileNotFoundError:
         reason = f"not a bundle: it has no {MANIFEST}"
-        if (folder / "config.json").is_file():
+        if any((folder / name).is_file() for name in ("config.json", "gliner_config.json")):
             reason += f"; quartet serve {folder} exports a checkpoint and serves it"
         raise BundleError(folder, reason) from None
     except OSError as error:
