@@ -111,7 +111,7 @@ def one_head(head: str, decode: Callable[[int, C, list[Floats]], T]) -> Decode[C
 
 
 def together(plans: Mapping[K, TaskPlan[C, Any]]) -> TaskPlan[C, dict[K, Any]]:
-    """Return a plan whose results are those of several plans of the same inputs, by key. The first plan encodes."""
+    """Return a plan that gives the results of several plans of the same inputs, by key. The first plan encodes."""
     first = next(iter(plans.values()))
 
     def decode(index: int, item: C, outputs: list[Outputs]) -> dict[K, Any]:

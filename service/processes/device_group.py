@@ -57,6 +57,7 @@ class DeviceGroup:
 
     def __init__(self, names: Sequence[str], broken: Callable[[], None]) -> None:
         self._lost: list[PendingRequest] = []
+        self._retry: asyncio.TimerHandle | None = None
         self._members = [Member(RemoteDevice(broken, self._lost, name)) for name in names]
         self.devices = [member.device for member in self._members]
         for device in self.devices:
@@ -86,7 +87,9 @@ class DeviceGroup:
             if load.ready and bundles <= load.rates.keys():
                 device.compute_lost()
                 return
-        asyncio.get_running_loop().call_later(RETRY_S, self._compute_lost)
+        if self._retry is not None:
+            self._retry.cancel()
+        self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._compute_lost)
 
     @property
     def max_queue_tokens(self) -> int:

@@ -6,6 +6,7 @@ their metrics.
 
 import asyncio
 import socket
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -23,11 +24,10 @@ from service.processes.device_group import NoModels
 from service.processes.http_peers import HttpPeers
 from service.processes.peer import Receive, Reply
 from service.processes.remote_device import RemoteDevice
-from service.rollout.on_demand import OPENING_ERRORS
+from service.processes.remote_metrics import KEPT, PUSH_S
+from service.rollout.model_manager import bundle_errors
 from service.scheduling.executor import BatchStats
 from service.scheduling.load import Load
-
-FORWARD_S = 0.25  # longest delay in seconds before metrics are sent
 
 
 class Followers:
@@ -68,8 +68,7 @@ class Followers:
         await asyncio.gather(*map(hold, self._devices))
 
     def _observe(self, observed: messages.Observed) -> None:
-        for method, arguments in observed.calls:
-            getattr(self._metrics, method)(*arguments)
+        observed.repeat(self._metrics)
 
     def loads(self) -> Mapping[str, Load]:
         """Return the load of each device by its name."""
@@ -86,7 +85,7 @@ class ForwardedMetrics(Metrics):
 
     def __init__(self) -> None:
         super().__init__()
-        self._calls: list[tuple[str, Sequence[object]]] = []
+        self._calls: deque[tuple[str, Sequence[object]]] = deque(maxlen=KEPT)
 
     def observe_batch(self, stats: BatchStats, padded: bool = False) -> None:
         figures = (stats.bundle, stats.size, stats.tokens, stats.longest)
@@ -99,7 +98,8 @@ class ForwardedMetrics(Metrics):
 
     def take(self) -> messages.Observed | None:
         """Return what was observed since the last call, or None."""
-        calls, self._calls = self._calls, []
+        calls = [*self._calls]
+        self._calls.clear()
         return messages.Observed(calls) if calls else None
 
 
@@ -130,7 +130,7 @@ class LeaderPeers(HttpPeers):
                 while True:
                     if observed := self._forwarded.take():
                         send_part(observed, b"")
-                    await asyncio.sleep(FORWARD_S)
+                    await asyncio.sleep(PUSH_S)
         return await super()._serve(request, arrays, send_part)
 
     async def _hold(self, bundles: Mapping[str, tuple[str, str]]) -> None:
@@ -150,10 +150,8 @@ async def refuse(command: Command) -> Mapping[str, object]:
 
 def open_bundle(device: LocalDevice, path: str, sha256: str) -> OpenedBundle:
     """Open a bundle. Raises BadBundle, also where its contents have changed since the first device has opened it."""
-    try:
+    with bundle_errors():
         loaded = bundle.load(stored_bundle(path, sha256))
         if loaded.sha256 != sha256:
             raise bundle.BundleError(path, "changed since the first device has opened it")
         return device.open(loaded)
-    except OPENING_ERRORS as error:
-        raise errors.BadBundle(" ".join(str(error).split())) from None

@@ -129,8 +129,7 @@ class HttpPeers:
             return
         assert isinstance(notice, messages.Observed), f"our bug: an HTTP process sent {notice}"
         self._metrics.observe_lost_lines(notice.lost_lines)
-        for method, arguments in notice.calls:
-            getattr(self._metrics, method)(*arguments)
+        notice.repeat(self._metrics)
 
     async def _serve(self, request: messages.Message, arrays: bytes, send_part: Receive) -> Reply:
         match request:

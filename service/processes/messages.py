@@ -49,6 +49,11 @@ class Observed:
     calls: list[tuple[str, Sequence[Any]]]
     lost_lines: int = 0  # log lines that the process has lost since its previous message
 
+    def repeat(self, metrics: object) -> None:
+        """Make the calls here."""
+        for method, arguments in self.calls:
+            getattr(metrics, method)(*arguments)
+
 
 @dataclass(frozen=True, slots=True)
 class Lost:
