@@ -165,20 +165,21 @@ async def compare(arguments: argparse.Namespace) -> Report:
             for n in order[:WORST]
             if apart[n] > figures.EQUAL
         ]
-        if report.worst and arguments.explain != "no":
-            lab = next((side for side in sides if isinstance(side, BundleSide)), None)
-            if arguments.explain:
-                lab = await stack.enter_async_context(BundleSide(arguments.explain, arguments.head))
-            if lab is None:
-                report.notes.append("name the model as a bundle by --explain to find the cause")
-            else:
-                half = EXPLAINED // 2
-                chosen = [*{*order[:half], *places[:: max(1, len(places) // half)][:half]}]
-                for name, side, load in zip("ab", sides, loads, strict=True):
-                    if side is not lab:
-                        theirs = [load.answers[n] for n in chosen]
-                        found = await explain(lab, task, [items[n] for n in chosen], theirs)
-                        report.explanations[name] = asdict(found)
+        if not report.worst or arguments.explain == "no":
+            return report
+        lab = next((side for side in sides if isinstance(side, BundleSide)), None)
+        if arguments.explain:
+            lab = await stack.enter_async_context(BundleSide(arguments.explain, arguments.head))
+        if lab is None:
+            report.notes.append("name the model as a bundle by --explain to find the cause")
+            return report
+        half = EXPLAINED // 2
+        chosen = [*{*order[:half], *places[:: max(1, len(places) // half)][:half]}]
+        for name, side, load in zip("ab", sides, loads, strict=True):
+            if side is not lab:
+                theirs = [load.answers[n] for n in chosen]
+                found = await explain(lab, task, [items[n] for n in chosen], theirs)
+                report.explanations[name] = asdict(found)
         return report
 
 
@@ -254,7 +255,7 @@ async def send(side: Side, task: Task, items: Sequence[Item], connections: int) 
                 load.errors[place] = str(error)
             times.append(1000 * (time.perf_counter() - began))
 
-    await asyncio.gather(ask(0))  # the first request is slower
+    await ask(0)  # the first request is slower
     times.clear()
     began = time.process_time()
     await asyncio.gather(*map(ask, range(len(items))))
@@ -325,21 +326,18 @@ def page(report: Report) -> str:
     """Return the report as a page."""
     from model.report import page as pages
 
-    def section(name: str, title: str, body: str) -> pages.Section:
-        return pages.Section(name, title, body)
-
     lines = [*conclusions(report), *(f"beyond its limit: {line}" for line in report.beyond)]
     rows = [[one["distance"], one["text"], one["a"], one["b"]] for one in report.worst]
     return pages.Report(
         f"{report.task}: {report.a} and {report.b}",
         [
-            section(
+            pages.Section(
                 "conclusions", "Conclusions", "".join(f"<p>{html.escape(o)}</p>" for o in lines)
             ),
-            section(
+            pages.Section(
                 "figures", "Figures", pages.table(["", ""], [*map(list, report.figures.items())])
             ),
-            section(
+            pages.Section(
                 "worst",
                 "Largest differences",
                 pages.table(["distance", "text", "A", "B"], rows, (1, 2, 3)),
