@@ -308,7 +308,8 @@ def test_calls_without_messages(tiny_bundle, tmp_path):
         left = [call for call in calls if not call.done()]
         assert left
         server.process.send_signal(signal.SIGTERM)
-        assert {"UNAVAILABLE"} == {call.code().name for call in left}
+        # Calls beyond the tenant's share of memory may still wait for their refusal.
+        assert {"UNAVAILABLE"} == {call.code().name for call in left} - {"RESOURCE_EXHAUSTED"}
         assert 0 == server.process.wait(20)
         assert "Traceback" not in "".join(server.log)
 
