@@ -31,6 +31,7 @@ from benchmarks.lib import (
 )
 from benchmarks.lib.servers import Server
 from service.core import bundle
+from service.core.manifest import Manifest
 
 CONNECTIONS = (1, 8, 32, 128, 256)
 
@@ -114,7 +115,7 @@ def only_portable(full: bundle.Bundle, out: Path) -> Path:
     manifest = full.manifest.model_dump(exclude_none=True)
     manifest["graphs"] = [g for g in manifest["graphs"] if g["layout"] == "portable"]
     manifest["default_precision"] = "fp32"
-    for name in bundle.Manifest.model_validate(manifest).files():
+    for name in Manifest.model_validate(manifest).files():
         shutil.copyfile(full.file(name), out / name)
     (out / bundle.MANIFEST).write_text(json.dumps(manifest))
     return out

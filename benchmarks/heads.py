@@ -23,7 +23,7 @@ from benchmarks.lib import traffic
 from export import head_bundle
 from model.frozen import FrozenEncoder, TrainedHead, make_head
 from service.core import bundle
-from service.core.bundle import Head
+from service.core.manifest import Head
 from service.core.session import trim
 from service.core.state_heads import StateHead
 from service.embedded import EmbeddedService

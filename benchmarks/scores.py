@@ -23,7 +23,7 @@ from benchmarks.lib import machine
 from model.data import head_rows
 from model.data.labelled_rows import QuestionRow, Sentence, Similar, Text
 from model.evaluate import answer_f1, correlations, exact_match, spread
-from service.core.bundle import Head
+from service.core.manifest import Head
 from service.core.tags import OUTSIDE
 
 INPUTS = 32  # of a request

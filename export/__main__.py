@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from export import arguments
 from model.checkpoints.errors import INSTALL_HUB, INSTALL_TRAIN
-from service.core.bundle import Manifest
 from service.core.bundle_versions import next_version
+from service.core.manifest import Manifest
 
 if TYPE_CHECKING:
     from export.drafts import ExportRequest

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from service.core import bundle
+from service.core.manifest import PoolingMode, Task
 from service.core.program_name import program_name
 
 DESCRIPTION = """\
@@ -69,13 +69,13 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--task",
-        choices=[task for task in get_args(bundle.Task) if task != "hidden-states"],
+        choices=[task for task in get_args(Task) if task != "hidden-states"],
         help="the head to read, where architectures in config.json does not name it; "
         "embedding reads the encoder alone of any checkpoint",
     )
     parser.add_argument(
         "--pooling",
-        choices=[*get_args(bundle.PoolingMode), "none"],
+        choices=[*get_args(PoolingMode), "none"],
         help="how the vectors of tokens become one, where no file of the checkpoint declares it; none for an ONNX "
         "graph whose output is pooled",
     )

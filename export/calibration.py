@@ -22,9 +22,9 @@ from export import trace_graphs
 from export.goldens import first_windows
 from export.passes.fold import fold
 from export.passes.graph_utils import TRUNK, WEIGHTS, is_trunk_product, replace_nodes
-from service.core.bundle import Head
 from service.core.cpu import CPU
 from service.core.encode import Encoder, Window
+from service.core.manifest import Head
 from service.core.packing import pack, word_label_pairs
 from service.core.session import SessionOptions, open_graph, packed_feeds, pair_feeds, trim
 

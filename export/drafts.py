@@ -10,16 +10,18 @@ from pydantic import ValidationError
 
 from model.checkpoints.head_config import declares_pooling
 from service.core import bundle
-from service.core.bundle import (
+from service.core.bundle import Bundle
+from service.core.encode import Encoder
+from service.core.goldens import Golden, save_golden
+from service.core.manifest import (
     EMBEDDING_FIELDS,
     FORMAT_VERSION,
     SHARED_VERSION,
-    Bundle,
-    Golden,
     Head,
     Manifest,
+    PoolingMode,
+    Task,
 )
-from service.core.encode import Encoder
 from service.core.session import RUNTIME
 
 TOKENIZER = "tokenizer.json"
@@ -66,12 +68,12 @@ class ExportRequest:
     max_changed: float
     metadata: Mapping[str, Any]
     replace: bool
-    task: bundle.Task | None = None
+    task: Task | None = None
     memory: bool = True
     dimensions: tuple[int, ...] = ()
     calibration: Path | None = None
     encoder: Path | None = None
-    pooling: bundle.PoolingMode | Literal["none"] | None = None
+    pooling: PoolingMode | Literal["none"] | None = None
     outputs: tuple[str, ...] = ()
     states: bool = False
 
@@ -178,7 +180,7 @@ def draft_manifest(
     rows: of the embedding table
     fields: further fields of the manifest
     """
-    bundle.save_golden(folder / "golden.npz", golden)
+    save_golden(folder / "golden.npz", golden)
     precisions = dict.fromkeys(record["precision"] for record in fields["graphs"])
     tolerance: dict[str, dict[str, Any]] = {precision: {} for precision in precisions}
     metadata = request.metadata

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from export.verify import RunGraph
-from service.core.bundle import Head
 from service.core.encode import Encoder
+from service.core.manifest import Head
 
 if TYPE_CHECKING:
     from model.evaluate import Evaluation

@@ -44,8 +44,9 @@ from model.families.spec import Family
 from model.heads import EncoderWithHeads, HiddenStates, SentenceEmbedding
 from model.static_embedding import StaticModel
 from service.core import bundle
-from service.core.bundle import Bundle, Head, Manifest
+from service.core.bundle import Bundle
 from service.core.encode import Encoder, Window
+from service.core.manifest import Head, Manifest
 from service.core.packing import Packed, pack
 from service.core.session import BatchOutputs, trim
 

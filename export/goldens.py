@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from service.core.bundle import Golden, Head, find_mask_token_id
 from service.core.encode import Encoder, Window, expand
+from service.core.goldens import Golden
 from service.core.labelled_entities import label_windows, word_ids
+from service.core.manifest import Head, find_mask_token_id
 from service.core.packing import (
     Packed,
     mask_positions,

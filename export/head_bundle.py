@@ -18,9 +18,10 @@ from model.finetune_settings import FinetuneSettings
 from model.frozen import FrozenEncoder, TrainedHead, train
 from model.run_settings import read_settings, setting
 from service.core import bundle
-from service.core.bundle import SHARED_VERSION, Golden, Manifest, cosine
 from service.core.bundle_versions import next_version
 from service.core.cpu import CPU
+from service.core.goldens import Golden, cosine, save_golden
+from service.core.manifest import SHARED_VERSION, Manifest
 from service.core.session import RUNTIME
 from service.core.state_heads import save_heads
 
@@ -71,7 +72,7 @@ def write(encoder: FrozenEncoder, trained: TrainedHead, out: Path, data: str) ->
         full = Path(scratch)
         save_heads(full / WEIGHTS, {name: trained.head})
         inputs = golden.input_ids, golden.token_type_ids, golden.lengths
-        bundle.save_golden(full / GOLDEN, Golden(*inputs, {name: expected}))
+        save_golden(full / GOLDEN, Golden(*inputs, {name: expected}))
         metrics = {metric: round(100 * value, 2) for metric, value in trained.metrics.items()}
         manifest = Manifest.model_validate(
             {

@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from service.core import bundle
-from service.core.bundle import Bundle, Graph, Memory
+from service.core.bundle import Bundle
 from service.core.cpu import CPU
 from service.core.encode import Window
+from service.core.manifest import Graph, Memory
 from service.core.packing import Packed, fill_rows, pack, round_up
 from service.core.session import (
     RUNTIME_ERRORS,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from service.core.bundle import Head, Manifest
+from service.core.manifest import Head, Manifest
 
 CARD = "README.md"  # the file in a bundle
 

@@ -17,9 +17,10 @@ from export.drafts import TOKENIZER, ExportReport, ExportRequest, Show
 from export.measure_memory import UnmeasuredError, measure_memory
 from model.checkpoints.errors import CheckpointError
 from service.core import bundle
-from service.core.bundle import Bundle, BundleError, Manifest, Memory, Provenance
+from service.core.bundle import Bundle, BundleError
 from service.core.cpu import CPU
 from service.core.encode import Encoder
+from service.core.manifest import MODEL_NAME, NAME, Manifest, Memory, Provenance
 
 EXPECTED_ERRORS = (
     BundleError,
@@ -66,8 +67,8 @@ def export(request: ExportRequest, show: Show) -> Manifest:
 def check_request(request: ExportRequest) -> None:
     """Raise ValueError early for a name or a table that the manifest cannot contain."""
     for flag, word, pattern, more in (
-        ("--name", request.name, bundle.MODEL_NAME, " and one / between them"),
-        ("--version", request.version, bundle.NAME, ""),
+        ("--name", request.name, MODEL_NAME, " and one / between them"),
+        ("--version", request.version, NAME, ""),
     ):
         if not re.fullmatch(pattern, word):
             raise ValueError(

@@ -6,7 +6,7 @@ from typing import Any
 
 from model.report import page
 from model.report.page import Report, Section
-from service.core.bundle import Manifest
+from service.core.manifest import Manifest
 
 
 def add_export(

@@ -21,10 +21,11 @@ from export.model_card import CARD
 from model.data import head_rows
 from model.data.labelled_rows import QuestionRow, Sentence, Similar, Text
 from model.evaluate import Evaluation, exact_match, head_outputs, judge, unit_vectors
-from service.core.bundle import Bundle, BundleError, Head, load
+from service.core.bundle import Bundle, BundleError, load
 from service.core.cpu import CPU
 from service.core.decode import Floats
 from service.core.encode import Encoder, load_tokenizer
+from service.core.manifest import Head
 
 # A pair's rank by cosine and its rank by score, as shares of the file, agree within this value.
 SAME_RANK = 0.15

@@ -25,7 +25,8 @@ from export.passes.graph_utils import check_model, read_tensor
 from export.passes.joint_gather import join_gathers
 from model.attention import PackedLayout
 from model.heads import EncoderWithHeads, WordLabels
-from service.core import bundle, packing
+from service.core import packing
+from service.core.manifest import INPUTS, Head
 
 OPSET = 20
 ALIGNMENT = 4096  # page size: the runtime may then map the file instead of reading it
@@ -150,7 +151,7 @@ def _trace(
     arrays: Iterable[np.ndarray],
     dims: list[dict[int, Dim]],
     inputs: list[str],
-    heads: Mapping[str, bundle.Head],
+    heads: Mapping[str, Head],
     weights: Path | None = None,
 ) -> onnx.ModelProto:
     outputs = [*heads]
@@ -202,7 +203,7 @@ def move_weights(model: onnx_ir.Model, file: Path) -> None:
 
 def _check_names(heads: Iterable[str]) -> None:
     for name in heads:
-        if name in bundle.INPUTS:
+        if name in INPUTS:
             raise ValueError(f"a head cannot be named {name}: that is a graph's input")
 
 

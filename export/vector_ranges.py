@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from export import verify
 from service.core import decode
-from service.core.bundle import PROMPT_NAMES, Bundle, Head, Ranges
+from service.core.bundle import Bundle
 from service.core.cpu import CPU
 from service.core.encode import Encoder
+from service.core.manifest import PROMPT_NAMES, Head, Ranges
 
 FEWEST = 2  # texts; with one, every range is empty
 PART = 1000  # texts whose vectors are in memory at once

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from service.core.bundle import Bundle, Graph, Head, cosine, deviation
+from service.core.bundle import Bundle
 from service.core.cpu import CPU
 from service.core.cuda import CUDA
 from service.core.encode import Window
+from service.core.goldens import cosine, deviation
+from service.core.manifest import Graph, Head
 from service.core.packing import Packed, pack, row_starts, split
 from service.core.session import BatchOutputs, Session, SessionOptions, device_problem
 
@@ -32,7 +34,7 @@ class ParityError(Exception):
 class Agreement:
     """How two runs' outputs of one head agree over some inputs."""
 
-    difference: float  # the largest, see `service.core.bundle.deviation`
+    difference: float  # the largest, see `service.core.goldens.deviation`
     cosine: float  # the smallest of any input's flattened output
     same: float  # the share of equal decisions (labels, tags, span ends)
 

@@ -16,14 +16,15 @@ from model.report import page, svg
 from model.report.page import Figure, Section
 from model.training.calibration import Calibration, calibrate
 from model.training.training_run import show_metric
-from service.core import bundle, decode
+from service.core import decode
+from service.core.manifest import Head
 
 MOST_ERRORS = 20
 MOST_LABELS = 30  # of a confusion matrix
 MOST_CHARACTERS = 600  # of a text in a table
 
 
-def fit(rows: Sequence[Any], texts: HeadOutputs, head: bundle.Head) -> Calibration | None:
+def fit(rows: Sequence[Any], texts: HeadOutputs, head: Head) -> Calibration | None:
     """Fit a temperature to the outputs of a head for rows; None for heads without classes, and for few rows."""
     if not head.has_classes or not rows:
         return None
@@ -44,7 +45,7 @@ def describe(
     name: str,
     rows: Sequence[Any],
     texts: HeadOutputs,
-    head: bundle.Head,
+    head: Head,
     origin: str,
     calibration: Calibration | None,
 ) -> Section:
@@ -109,7 +110,7 @@ def text_of(row: Text) -> str:
 
 
 def classes(
-    rows: Sequence[Text], texts: HeadOutputs, head: bundle.Head, found: Sequence[Any]
+    rows: Sequence[Text], texts: HeadOutputs, head: Head, found: Sequence[Any]
 ) -> list[str]:
     """Return the confusion matrix, the scores by label and the errors of which the head was most sure."""
     scores = decode.activate(mean_logits(texts), head.problem_type)
@@ -159,7 +160,7 @@ def confusion(gold: Any, guess: Any, labels: Sequence[str]) -> str:
     return page.table(["label \\ answer", *labels], rows)
 
 
-def graded(rows: Sequence[Text], texts: HeadOutputs, head: bundle.Head) -> list[str]:
+def graded(rows: Sequence[Text], texts: HeadOutputs, head: Head) -> list[str]:
     """Return the rows with the largest difference of score and grade."""
     scores = decode.activate(mean_logits(texts), head.problem_type)[:, 0]
     differences = [abs(float(score) - row.score) for score, row in zip(scores, rows, strict=True)]
@@ -227,7 +228,7 @@ def answers(rows: Sequence[QuestionRow], found: Sequence[str]) -> list[str]:
 
 
 def vectors(
-    rows: Sequence[Any], texts: HeadOutputs, head: bundle.Head, nearest: Sequence[int]
+    rows: Sequence[Any], texts: HeadOutputs, head: Head, nearest: Sequence[int]
 ) -> list[str]:
     """Return the pairs whose rank by cosine differs most from that by score, or texts that have another neighbor."""
     if rows[0].score is None:

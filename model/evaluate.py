@@ -29,9 +29,10 @@ from model.data import examples, head_rows, labelled_rows
 from model.evaluate_arguments import STRIDE, parser
 from model.heads import EncoderWithHeads
 from model.training import optim
-from service.core import bundle, decode, packing, tags
+from service.core import decode, packing, tags
 from service.core.decode import Floats
 from service.core.encode import Encoded, Encoder, Encoding
+from service.core.manifest import Head
 
 Run = Callable[[Sequence[Encoding]], Sequence[Mapping[str, Floats]]]  # each encoding's own outputs
 HeadOutputs = Sequence[tuple[Encoded, list[Floats]]]  # of each text: its windows, and their outputs
@@ -55,7 +56,7 @@ class Evaluation(NamedTuple):
 def judge(
     run: Run,
     encoder: Encoder,
-    head: bundle.Head,
+    head: Head,
     name: str,
     file: str | Path,
     *,
@@ -70,7 +71,7 @@ def judge(
 def judge_rows(
     run: Run,
     encoder: Encoder,
-    head: bundle.Head,
+    head: Head,
     name: str,
     rows: Sequence[Any],
     *,
@@ -81,7 +82,7 @@ def judge_rows(
 
 
 def head_outputs(
-    run: Run, encoder: Encoder, head: bundle.Head, name: str, rows: Sequence[Any], stride: int
+    run: Run, encoder: Encoder, head: Head, name: str, rows: Sequence[Any], stride: int
 ) -> HeadOutputs:
     """Return the outputs of the head `name` for each text of the rows, in their order."""
     encoded = list(examples.encode(rows, head, encoder, stride))
@@ -90,7 +91,7 @@ def head_outputs(
     return [(text, [next(outputs) for _ in text.windows]) for row in encoded for text in row]
 
 
-def judge_outputs(rows: Sequence[Any], texts: HeadOutputs, head: bundle.Head) -> Evaluation:
+def judge_outputs(rows: Sequence[Any], texts: HeadOutputs, head: Head) -> Evaluation:
     """Evaluate a head by its outputs for rows, see `head_outputs`."""
     match head.task:
         case "classification":
@@ -145,9 +146,7 @@ def torch_run(model: EncoderWithHeads, heads: list[str], dtype: torch.dtype = to
 # -- classification -------------------------------------------------------------------------------
 
 
-def judge_texts(
-    found: Sequence[labelled_rows.Text], texts: HeadOutputs, head: bundle.Head
-) -> Evaluation:
+def judge_texts(found: Sequence[labelled_rows.Text], texts: HeadOutputs, head: Head) -> Evaluation:
     """Evaluate a classifier.
 
     Metrics: accuracy, macro F1 and Matthews; for several labels micro and macro F1; for numbers correlations; for a
@@ -206,7 +205,7 @@ def correlations(found: Sequence[float], gold: Sequence[float]) -> dict[str, flo
 
 
 def judge_sentences(
-    found: Sequence[labelled_rows.Sentence], texts: HeadOutputs, head: bundle.Head
+    found: Sequence[labelled_rows.Sentence], texts: HeadOutputs, head: Head
 ) -> Evaluation:
     """Evaluate a tagger: F1, precision and recall of whole entities (CoNLL's). A word's tag is its first token's."""
     answers = [
@@ -249,7 +248,7 @@ def word_tags(
 
 
 def judge_questions(
-    found: Sequence[labelled_rows.QuestionRow], texts: HeadOutputs, head: bundle.Head
+    found: Sequence[labelled_rows.QuestionRow], texts: HeadOutputs, head: Head
 ) -> Evaluation:
     """Evaluate answers by SQuAD's exact match and F1.
 
@@ -344,7 +343,7 @@ def _words_f1(words: list[str], gold: list[str]) -> float:
 
 
 def judge_vectors(
-    found: Sequence[labelled_rows.Similar], texts: HeadOutputs, head: bundle.Head
+    found: Sequence[labelled_rows.Similar], texts: HeadOutputs, head: Head
 ) -> Evaluation:
     """Evaluate an embedding: correlations of cosine and score; without scores, the metrics of `retrieval`."""
     examples.check(found, head)
@@ -357,7 +356,7 @@ def judge_vectors(
     return Evaluation(metrics | active, nearest(vectors))
 
 
-def unit_vectors(texts: HeadOutputs, head: bundle.Head) -> list[Floats]:
+def unit_vectors(texts: HeadOutputs, head: Head) -> list[Floats]:
     """Return the vector of each text, of length 1: `[D]`, or `[V]` of a sparse embedding."""
     if head.sparse is not None:
         return [_sparse_row(pooled, head) for _, pooled in texts]
@@ -367,7 +366,7 @@ def unit_vectors(texts: HeadOutputs, head: bundle.Head) -> list[Floats]:
     ]
 
 
-def _sparse_row(pooled: Sequence[Floats], head: bundle.Head) -> Floats:
+def _sparse_row(pooled: Sequence[Floats], head: Head) -> Floats:
     found = decode.sparse_vector(pooled, activation=head.sparse and head.sparse.activation)
     row = np.zeros(head.vocabulary_size or 0, np.float32)
     row[found.indices] = found.values / max(float(np.linalg.norm(found.values)), 1e-12)

@@ -41,9 +41,9 @@ from model.training.distillation import DistillationObjective, Teacher, TeacherH
 from model.training.run_record import RunRecord, check_output
 from model.training.token_matching_init import init_token_matching
 from model.training.training_run import TrainingRun, run_script, show_metrics
-from service.core import bundle
 from service.core.data_files import sources
 from service.core.encode import Encoder, load_tokenizer
+from service.core.manifest import Head
 
 
 @dataclass(frozen=True)
@@ -192,9 +192,7 @@ def read_tasks(
     teacher_of: Mapping[str, Teacher],
     weights: Mapping[str, float],
     encoder_teacher: Teacher | None = None,
-) -> tuple[
-    dict[str, bundle.Head], dict[str, TeacherHead | None], list[TrainingTask], dict[str, DevRows]
-]:
+) -> tuple[dict[str, Head], dict[str, TeacherHead | None], list[TrainingTask], dict[str, DevRows]]:
     """Return each head's description, its teacher's head, the training tasks of its rows, and its dev rows.
 
     shape: of the encoder

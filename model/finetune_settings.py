@@ -9,8 +9,8 @@ from pydantic import model_validator
 from model import config
 from model.data import head_rows
 from model.run_settings import TrainingSettings, check_choice, read_settings, setting
-from service.core import bundle
 from service.core.data_files import sources
+from service.core.manifest import INPUTS, NAME
 
 
 class FinetuneSettings(TrainingSettings):
@@ -106,7 +106,7 @@ class FinetuneSettings(TrainingSettings):
     def _fit(self) -> Self:
         self.check_start()
         folder = Path(self.output).name
-        if self.data and not re.fullmatch(bundle.NAME, folder):
+        if self.data and not re.fullmatch(NAME, folder):
             raise ValueError(
                 f"output: {folder!r} cannot be the name of a bundle, of letters and digits, and . _ - behind them:"
                 " choose another, such as runs/questions, or make train NAME=questions"
@@ -134,9 +134,9 @@ class FinetuneSettings(TrainingSettings):
 
 def check_head(name: str, head: head_rows.HeadSettings) -> None:
     """Raise ValueError for a name that a bundle cannot have, and for a head that nothing trains."""
-    if not re.fullmatch(bundle.NAME, name):
+    if not re.fullmatch(NAME, name):
         raise ValueError(f"heads: {name!r} is not of letters and digits, and . _ - behind them")
-    if name in bundle.INPUTS:
+    if name in INPUTS:
         raise ValueError(f"heads: {name!r} is the name of a graph's input: choose another name")
     if not (head.train or head.task == "embedding"):  # plain text can train an embedding
         raise ValueError(f"heads.{name}: no rows to train on")

@@ -23,9 +23,10 @@ from model import config, dev_report, evaluate
 from model.finetune import DevRows, complete, read_tasks, record_held_out
 from model.finetune_settings import FinetuneSettings
 from model.training import optim
-from service.core.bundle import Activation, Bundle, BundleError, Head, Layers
+from service.core.bundle import Bundle, BundleError
 from service.core.cpu import CPU
 from service.core.encode import Encoder, Window, load_tokenizer
+from service.core.manifest import Activation, Head, Layers
 from service.core.packing import pack, split
 from service.core.session import Session, SessionOptions
 from service.core.state_heads import Floats, StateHead

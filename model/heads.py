@@ -21,7 +21,7 @@ from model.bert import MaskedLM, NextSentence, Pooler
 from model.config import BertConfig
 from model.families.registry import family_of
 from model.pooling import POOLINGS
-from service.core import bundle
+from service.core.manifest import Head, Sparse
 
 VOCABULARY_PART = 4096  # tokens whose logits are in memory at once; limits the memory of a batch
 IGNORE_INDEX = -100  # a label that losses skip
@@ -296,7 +296,7 @@ class WordLabelScores(nn.Module):
         return self.scores(words, lengths, labels, of.pairs)  # [P, K]
 
 
-def make_head(config: BertConfig, head: bundle.Head) -> nn.Module:
+def make_head(config: BertConfig, head: Head) -> nn.Module:
     """Return a new head for its description in a manifest."""
     make = family_of(config).make_heads.get(head.task)
     if make is not None:
@@ -316,7 +316,7 @@ def make_head(config: BertConfig, head: bundle.Head) -> nn.Module:
             width = head.dimensions or config.hidden_size
             return TokenEmbedding(nn.Sequential(nn.Linear(config.hidden_size, width, bias=False)))
         case "sparse-embedding":
-            sparse = head.sparse or bundle.Sparse()
+            sparse = head.sparse or Sparse()
             if sparse.source == "tokens":
                 return TokenWeights(config.hidden_size)
             return SparseEmbedding(make_masked_lm(config))
@@ -336,7 +336,7 @@ def make_masked_lm(config: BertConfig) -> nn.Module:
 class EncoderWithHeads(nn.Module):
     """One encoder, its heads by name, and the manifest's description of each."""
 
-    def __init__(self, config: BertConfig, heads: Mapping[str, bundle.Head]):
+    def __init__(self, config: BertConfig, heads: Mapping[str, Head]):
         super().__init__()
         self.config = config
         self.described = dict(heads)

@@ -22,10 +22,11 @@ from model.data.corpus import documents, sentences
 from model.data.labelled_rows import Sentence, Text
 from model.heads import EncoderWithHeads
 from model.training import optim
-from service.core import bundle, decode, tags
+from service.core import decode, tags
 from service.core.data_files.rows import parse_json
 from service.core.data_files.text_files import DataError, read_lines, write_gzip
 from service.core.encode import Encoder
+from service.core.manifest import Head
 
 WORDS = (4, 60)  # of a text
 CHUNK = 2048  # texts that are labelled at once
@@ -138,7 +139,7 @@ def find_head(model: EncoderWithHeads, name: str) -> str:
     return name or able[0]
 
 
-def _gives_one_label(head: bundle.Head) -> bool:
+def _gives_one_label(head: Head) -> bool:
     if head.task == "classification":
         return head.problem_type in (None, head_rows.SINGLE_LABEL) and len(head.labels) > 1
     return head.task in SUFFIXES

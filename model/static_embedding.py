@@ -16,7 +16,7 @@ from model.attention import PackedLayout
 from model.config import BertConfig
 from model.heads import EncoderWithHeads
 from model.pooling import mean_tokens
-from service.core.bundle import Head
+from service.core.manifest import Head
 
 START = "<quartet-start>"  # the token before each text
 LEAST = 1e-6  # less than the share of a single token in the longest sequence

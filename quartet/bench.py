@@ -19,10 +19,11 @@ from typing import Any
 
 from quartet.cache import SourceError, resolve
 from service.bulk.rows import ROUTES
-from service.core.bundle import BundleError, Head, Manifest
+from service.core.bundle import BundleError
 from service.core.bundle import load as load_bundle
 from service.core.cpu import CPU
 from service.core.device_table import KINDS
+from service.core.manifest import Head, Manifest
 from service.processes.child_process import child_python
 from service.settings_sources import ConfigError, find_bundles
 

@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     """Train and export. Returns the exit status."""
-    from service.core.bundle import NAME  # here, because `--help` does not need this import
+    from service.core.manifest import NAME  # here, because `--help` does not need this import
 
     arguments, further = parser().parse_known_args()
     file = Path(arguments.file.partition("?")[0])

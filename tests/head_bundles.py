@@ -7,7 +7,7 @@ import torch
 from export.head_bundle import write
 from model.frozen import FrozenEncoder, TrainedHead, make_head
 from service.core import bundle
-from service.core.bundle import Head
+from service.core.manifest import Head
 
 HEADS = {
     "classification": Head(task="classification", labels=("rust", "moss", "clay")),

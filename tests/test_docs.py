@@ -15,8 +15,8 @@ from service import __version__
 from service.api import admin, openapi, token_routes
 from service.api.native_routes import router
 from service.api.schemas import HeadRequest, Request
-from service.core import bundle
-from service.core.bundle import Manifest, Provenance
+from service.core import manifest
+from service.core.manifest import Manifest, Provenance
 from service.errors import QuartetError, kinds
 from service.keys import read_keys
 from service.settings import Settings, flag
@@ -101,7 +101,7 @@ def links():
 
 RECORDS = {
     name: found
-    for name, found in vars(bundle).items()
+    for name, found in vars(manifest).items()
     if isinstance(found, type) and issubclass(found, Record) and found is not Record
 }
 REQUESTS = {f"POST {path}": schema for path, schema in openapi.REQUESTS.items()}

@@ -31,8 +31,10 @@ from model.heads import EncoderWithHeads, Pretraining, losses_of, make_pretraini
 from model.tokenizer import train
 from model.training.capture import capture
 from service.core import bundle
-from service.core.bundle import Bundle, Head, Precision, cosine
+from service.core.bundle import Bundle
 from service.core.cpu import CPU
+from service.core.goldens import cosine
+from service.core.manifest import Head, Precision
 from service.core.packing import Packed, each
 from service.core.session import BatchOutputs, Session, SessionOptions
 from tests import hub, samples

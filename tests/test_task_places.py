@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 
-from service.core.bundle import Task
+from service.core.manifest import Task
 from tests.rooms import MODULES
 
 # Whatever serves a head of the task. Routes of several tasks, and of other servers' APIs, name some of them.

@@ -12,7 +12,7 @@ from model import tokenizer
 from model.checkpoints import writer
 from model.config import BertConfig
 from model.heads import EncoderWithHeads
-from service.core.bundle import Head, LateInteraction, Sparse
+from service.core.manifest import Head, LateInteraction, Sparse
 from tests import samples
 
 M = TypeVar("M", bound=nn.Module)

@@ -10,6 +10,7 @@ import numpy as np
 
 from service.core import bundle
 from service.core.cpu import CPU
+from service.core.goldens import Golden, save_golden
 from service.core.session import Session, SessionOptions
 
 GRAPH, WEIGHTS = "fp32.onnx", "weights.bin"
@@ -43,10 +44,8 @@ def answer_goldens(folder: Path) -> None:
     own = bundle.load(folder)
     session = Session(own, own.manifest.graphs[0], CPU, SessionOptions(threads=1))
     outputs = session._recompute(own.golden)
-    golden = bundle.Golden(
-        own.golden.input_ids, own.golden.token_type_ids, own.golden.lengths, outputs
-    )
-    bundle.save_golden(folder / "golden.npz", golden)
+    golden = Golden(own.golden.input_ids, own.golden.token_type_ids, own.golden.lengths, outputs)
+    save_golden(folder / "golden.npz", golden)
     told = read_manifest(folder)["goldens"] | bundle.describe_file(folder / "golden.npz")
     restate(folder, goldens=told)
 

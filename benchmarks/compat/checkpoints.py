@@ -20,8 +20,8 @@ from model.data import examples as tasks
 from model.data import labelled_rows
 from model.families.registry import FAMILIES
 from model.heads import EncoderWithHeads
-from service.core.bundle import Head, LateInteraction, Sparse
 from service.core.encode import Encoder, load_tokenizer
+from service.core.manifest import Head, LateInteraction, Sparse
 
 MAX_LENGTH = (
     384  # of a window, in tokens: what the pipeline for questions takes when nothing is said

@@ -23,6 +23,7 @@ from benchmarks.lib.servers import WINDOW, Call, Server
 from export.verify import RunGraph, graph_runner
 from service.core import bundle
 from service.core.encode import Encoder, Encoding
+from service.core.manifest import Graph
 from service.core.session import keep_freed_memory
 from service.settings import usable_cores
 
@@ -200,7 +201,7 @@ def shuffled_batches(items: Sequence[Batch], size: int) -> Iterator[Batch]:
     return itertools.cycle(batches)
 
 
-def packed_graph(full: bundle.Bundle, precision: str) -> bundle.Graph:
+def packed_graph(full: bundle.Bundle, precision: str) -> Graph:
     return next(g for g in full.manifest.graphs if (g.precision, g.layout) == (precision, "packed"))
 
 

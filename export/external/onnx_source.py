@@ -44,9 +44,10 @@ from model.checkpoints.source_files import (
 from model.checkpoints.tokenizer_files import MAX_LENGTH, check_rows
 from model.checkpoints.weight_files import WEIGHT_FILES
 from model.config import SUFFIXES
-from service.core.bundle import Head, PoolingMode, Task, cosine
 from service.core.cpu import CPU
 from service.core.encode import Window
+from service.core.goldens import cosine
+from service.core.manifest import Head, PoolingMode, Task
 from service.core.packing import pack
 from service.core.session import SessionOptions, open_graph, padded_feeds
 

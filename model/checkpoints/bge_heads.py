@@ -15,7 +15,7 @@ from model.checkpoints.sentence_config import encoder_folder
 from model.checkpoints.tokenizer_files import read_special_token, read_tokenizer
 from model.checkpoints.weight_files import load_pickle
 from model.heads import TokenEmbedding, TokenWeights
-from service.core.bundle import Head, LateInteraction, Sparse
+from service.core.manifest import Head, LateInteraction, Sparse
 
 SPARSE, COLBERT = "sparse_linear.pt", "colbert_linear.pt"
 UNWEIGHED = ("cls_token", "eos_token", "sep_token", "pad_token", "unk_token")

@@ -24,9 +24,9 @@ from model.checkpoints.sentence_config import (
     static_folder,
 )
 from model.checkpoints.settings_table import shown
-from service.core import bundle
+from service.core.manifest import Head, PoolingMode, Sparse
 
-# Fields of `bundle.Head` that the hub has no name for; `config.json` has them where they differ from the default.
+# Fields of `manifest.Head` that the hub has no name for; `config.json` has them where they differ from the default.
 HEAD_FIELDS = {
     *("normalize", "null_threshold", "max_answer_tokens", "max_query_tokens", "demo"),
     "calibration_temperature",
@@ -38,7 +38,7 @@ MATRYOSHKA_DIMS = re.compile(r'"matryoshka_dims": (\[(?:\s*[1-9][0-9]{0,5}\s*,?)
 HEAD_FILES = ("heads.json", "modules.json", "1_Pooling")
 MOST_NAMELESS = 100_000  # labels without names
 DEFAULT_COUNT = 2  # labels, of transformers, where config.json has neither id2label nor num_labels
-Pooling = bundle.PoolingMode | tuple[bundle.PoolingMode, ...]
+Pooling = PoolingMode | tuple[PoolingMode, ...]
 # The activation of sentence-transformers' CrossEncoder, for one label or for several, and our problem type for it.
 IDENTITY = "torch.nn.modules.linear.Identity"
 SIGMOID = "torch.nn.modules.activation.Sigmoid"
@@ -51,7 +51,7 @@ SEVERAL_LABELS = {
 }
 
 
-def describe_head(task: str, config: Mapping[str, Any], folder: Path, **others: Any) -> bundle.Head:
+def describe_head(task: str, config: Mapping[str, Any], folder: Path, **others: Any) -> Head:
     """Return the head that a checkpoint's `config.json` describes, with the fields `others`. Raises CheckpointError."""
     path = config_file(folder)
     fields = {key: config[key] for key in HEAD_FIELDS & set(config)}
@@ -64,10 +64,10 @@ def describe_head(task: str, config: Mapping[str, Any], folder: Path, **others: 
     return validate_head(path, task=task, **{**fields, **others})
 
 
-def validate_head(path: Path, **fields: Any) -> bundle.Head:
+def validate_head(path: Path, **fields: Any) -> Head:
     """Return a validated head. Raises CheckpointError naming the file (`path`) and the fields that are wrong."""
     try:
-        return bundle.Head(**fields)
+        return Head(**fields)
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise CheckpointError(f"{path}: {problems}") from None
@@ -136,7 +136,7 @@ def cross_encoder_type(folder: Path, config: Mapping[str, Any], labels: int) -> 
 
 def read_pooling(path: Path) -> Pooling:
     """Return the mode of a Pooling module's folder, or several that are concatenated. Raises CheckpointError."""
-    modes, known = read_pooling_mode(path / "config.json"), get_args(bundle.PoolingMode)
+    modes, known = read_pooling_mode(path / "config.json"), get_args(PoolingMode)
     for mode in modes:
         if mode not in known:
             reason = f"cannot serve pooling {mode}: {', '.join(known)} only"
@@ -144,7 +144,7 @@ def read_pooling(path: Path) -> Pooling:
     return modes[0] if len(modes) == 1 else modes
 
 
-def read_splade(folder: Path) -> bundle.Sparse:
+def read_splade(folder: Path) -> Sparse:
     """Return how a SparseEncoder's SpladePooling weighs tokens. Raises CheckpointError for another setting."""
     places = read_module_list(folder) if is_sentence_directory(folder) else []
     for kind, place in places:
@@ -157,8 +157,8 @@ def read_splade(folder: Path) -> bundle.Sparse:
                 raise CheckpointError(
                     f"{path}: activation_function = {shown(activation)} must be relu or log1p_relu"
                 )
-            return bundle.Sparse(activation=activation)
-    return bundle.Sparse(activation="relu")
+            return Sparse(activation=activation)
+    return Sparse(activation="relu")
 
 
 def read_retrieval_fields(folder: Path, *poolings: Path) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from model.checkpoints.sentence_config import (
 )
 from model.checkpoints.settings_table import shown
 from model.checkpoints.tokenizer_files import read_special_token
-from service.core.bundle import LateInteraction
+from service.core.manifest import LateInteraction
 
 LENGTHS = ("query_length", "document_length")
 EXPANSION = "query_expansion"

@@ -50,7 +50,7 @@ from model.config import SUFFIXES, BertConfig
 from model.families.registry import family_named, family_of
 from model.families.spec import PRETRAINING
 from model.heads import EncoderWithHeads, Pretraining
-from service.core import bundle
+from service.core.manifest import Head, Task
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -104,7 +104,7 @@ def read_weights(folder: Path) -> Tensors:
     return modern_names(read_tensors(encoder_folder(folder)))
 
 
-def read_heads(folder: Path, task: bundle.Task | None = None) -> dict[str, bundle.Head]:
+def read_heads(folder: Path, task: Task | None = None) -> dict[str, Head]:
     """Return a checkpoint's heads by name, from `heads.json` or `architectures`; task: where these name none.
 
     Raises CheckpointError naming an unknown architecture, and one that contradicts the task.
@@ -165,7 +165,7 @@ def _read_architectures(config: Mapping[str, Any]) -> list[str]:
     return [modern_name(name) for name in config.get("architectures") or [""]]
 
 
-def _read_head(task: str, config: Mapping[str, Any], folder: Path) -> bundle.Head:
+def _read_head(task: str, config: Mapping[str, Any], folder: Path) -> Head:
     if task == "sparse-embedding":
         size = read_config(folder).vocab_size
         return describe_head(task, config, folder, sparse=read_splade(folder), vocabulary_size=size)
@@ -216,7 +216,7 @@ def read_teachers(source: str | Path) -> list[str]:
 # -- modules ----------------------------------------------------------------------------------------------------------
 
 
-def load_model(source: str | Path, task: bundle.Task | None = None) -> EncoderWithHeads:
+def load_model(source: str | Path, task: Task | None = None) -> EncoderWithHeads:
     """Return the encoder and heads of a checkpoint, joint or of one of the hub's architectures; task: see `read_heads`.
 
     Raises CheckpointError, also for a tensor that is neither used nor known to be without effect.

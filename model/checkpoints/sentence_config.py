@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, normalizers
 from model.checkpoints.errors import CheckpointError
 from model.checkpoints.json_files import read_json, read_object, read_optional_object
 from model.checkpoints.settings_table import SettingsFile, honored, no_effect, refused, shown
-from service.core.bundle import PROMPT_NAMES
+from service.core.manifest import PROMPT_NAMES
 
 MODULES, ROOT = "modules.json", "config_sentence_transformers.json"
 ROUTER, ROUTER_FILE = "Router", "router_config.json"

@@ -67,7 +67,7 @@ from model.checkpoints.yes_no import is_yes_no, load_yes_no, read_yes_no
 from model.config import MOST
 from model.heads import EncoderWithHeads, SentenceEmbedding, TokenEmbedding, mix_layers
 from model.static_embedding import StaticModel
-from service.core.bundle import PROMPT_NAMES, Head, Task
+from service.core.manifest import PROMPT_NAMES, Head, Task
 
 TANH = "torch.nn.modules.activation.Tanh"
 ACTIVATIONS: Mapping[str, type[nn.Module]] = {"Identity": nn.Identity, "Tanh": nn.Tanh}

@@ -31,6 +31,7 @@ from model.config import BertConfig
 from model.families.registry import family_of
 from model.heads import EncoderWithHeads
 from service.core import bundle
+from service.core.manifest import Head
 
 MULTI_VECTOR_CLASSES = {
     "Transformer": "sentence_transformers.base.modules.transformer.Transformer",
@@ -131,7 +132,7 @@ def save_head(path: str | Path, model: EncoderWithHeads, name: str, tokenizer: P
 
 
 def _save_late_interaction(
-    folder: Path, model: EncoderWithHeads, head: bundle.Head, tokenizer: Path
+    folder: Path, model: EncoderWithHeads, head: Head, tokenizer: Path
 ) -> None:
     """Write the directory of a MultiVectorEncoder. Raises ValueError for other dense layers."""
     (module,) = model.heads.values()
@@ -194,7 +195,7 @@ def _list_modules(classes: Mapping[str, str]) -> list[dict[str, Any]]:
     ]
 
 
-def _sparse_modules(head: bundle.Head) -> dict[str, Any]:
+def _sparse_modules(head: Head) -> dict[str, Any]:
     """Return the files that a SparseEncoder reads; none for a head of another task."""
     if head.sparse is None:
         return {}
@@ -215,7 +216,7 @@ def _sparse_modules(head: bundle.Head) -> dict[str, Any]:
     }
 
 
-def _sentence_modules(config: BertConfig, head: bundle.Head) -> dict[str, Any]:
+def _sentence_modules(config: BertConfig, head: Head) -> dict[str, Any]:
     """Return the files that sentence-transformers reads: its modules in order, the pooling and the prompts."""
     kinds = ["Transformer", "Pooling", *(["Normalize"] if head.normalize else [])]
     switches = {switch: mode in head.pooling_modes for switch, mode in POOLING_MODES.items()}

@@ -23,7 +23,7 @@ from model.checkpoints.sentence_config import (
 )
 from model.checkpoints.tokenizer_files import render_chat
 from model.heads import EncoderWithHeads
-from service.core.bundle import FIRST_TEXT
+from service.core.manifest import FIRST_TEXT
 
 SCORE = "LogitScore"  # the module of sentence-transformers
 OUTPUT = "lm_head.weight"

@@ -15,20 +15,21 @@ from pydantic import StringConstraints
 
 from service.core import bundle
 from service.core.data_files.text_files import DataError
+from service.core.manifest import SHA256, DataSet
 
 LOCK = Path(__file__).parents[1] / "datasets.toml"
 
 
-class Locked(bundle.DataSet):
+class Locked(DataSet):
     """A data set in the lock file: its description for manifests, its rows, and each file's SHA-256."""
 
     rows: str
-    files: dict[str, Annotated[str, StringConstraints(pattern=bundle.SHA256)]]
+    files: dict[str, Annotated[str, StringConstraints(pattern=SHA256)]]
 
-    def describe(self, used_for: str) -> bundle.DataSet:
+    def describe(self, used_for: str) -> DataSet:
         """Return the description for a manifest."""
-        own = self.model_dump(include=set(bundle.DataSet.model_fields))
-        return bundle.DataSet.model_validate({**own, "used_for": used_for})
+        own = self.model_dump(include=set(DataSet.model_fields))
+        return DataSet.model_validate({**own, "used_for": used_for})
 
 
 def read_lock() -> dict[str, Locked]:

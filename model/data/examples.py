@@ -24,8 +24,9 @@ from model.attention import PackedLayout
 from model.data.head_rows import PAIRED, SCALE, HeadSettings, is_graded
 from model.data.labelled_rows import DataError, QuestionRow, Sentence, Text
 from model.heads import IGNORE_INDEX, Inputs
-from service.core import bundle, packing, tags
+from service.core import packing, tags
 from service.core.encode import Encoded, Encoder, Encoding, Window
+from service.core.manifest import Head, Sparse
 from service.core.packing import Ints
 
 Bools = NDArray[np.bool]
@@ -39,7 +40,7 @@ TRIPLET_DISTANCES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float]] =
 
 def describe(
     settings: HeadSettings, rows: Sequence[Any], hidden_size: int, vocab_size: int | None = None
-) -> bundle.Head:
+) -> Head:
     """Return a head's description for the manifest; without labels in the settings it has the rows' labels.
 
     vocab_size: the encoder's, for a sparse embedding
@@ -64,10 +65,10 @@ def describe(
             described |= {"pooling": settings.pooling, "dimensions": hidden_size}
             described |= {"normalize": settings.normalize}
         case "sparse-embedding":
-            described |= {"sparse": bundle.Sparse(activation="relu"), "vocabulary_size": vocab_size}
+            described |= {"sparse": Sparse(activation="relu"), "vocabulary_size": vocab_size}
     if settings.task == "classification":
         described["problem_type"] = settings.problem_type
-    return bundle.Head(**described)
+    return Head(**described)
 
 
 # -- rows to examples -----------------------------------------------------------------------------
@@ -89,7 +90,7 @@ class Example:
 
 
 def encode(
-    rows: Sequence[Any], head: bundle.Head, encoder: Encoder, stride: int
+    rows: Sequence[Any], head: Head, encoder: Encoder, stride: int
 ) -> Iterator[tuple[Encoded, ...]]:
     """Encode rows as the service does: one Encoded per row; for an embedding, one per text."""
     for start in range(0, len(rows), 1000):  # the tokenizer's own encodings are large
@@ -113,7 +114,7 @@ def encode(
                 yield from (tuple(next(every) for _ in row.every) for row in chunk)
 
 
-def _encode_texts(rows: Sequence[Text], head: bundle.Head, encoder: Encoder) -> Iterator[Encoded]:
+def _encode_texts(rows: Sequence[Text], head: Head, encoder: Encoder) -> Iterator[Encoded]:
     if head.pair_prompt:
         joined = (row.text if row.pair is None else head.join(row.text, row.pair) for row in rows)
         return iter(encoder.texts([*joined]))
@@ -124,9 +125,7 @@ def _encode_texts(rows: Sequence[Text], head: bundle.Head, encoder: Encoder) -> 
     return (next(single if row.pair is None else paired) for row in rows)
 
 
-def examples(
-    rows: Sequence[Any], head: bundle.Head, encoder: Encoder, stride: int
-) -> Iterator[Example]:
+def examples(rows: Sequence[Any], head: Head, encoder: Encoder, stride: int) -> Iterator[Example]:
     """Yield the examples of rows: one, or for a row that is longer than a window, one per window.
 
     Raises DataError for a label that the head does not have, and for an answer that is not at its
@@ -152,7 +151,7 @@ def examples(
                 yield Example(windows, np.asarray(row.score, dtype=np.float32))
 
 
-def check(rows: Sequence[Any], head: bundle.Head) -> None:
+def check(rows: Sequence[Any], head: Head) -> None:
     """Raise DataError for rows that the head cannot be evaluated on: unknown labels, scores for some pairs only."""
     for row in rows:
         match head.task:
@@ -171,7 +170,7 @@ def check_contrast(rows: Sequence[Any], settings: HeadSettings) -> None:
             raise DataError(f"{row.where}: no negative, which the triplet loss needs")
 
 
-def text_labels(row: Text, head: bundle.Head) -> NDArray[Any]:
+def text_labels(row: Text, head: Head) -> NDArray[Any]:
     """Return a text's label index, or a float for each label, `[C]`. Raises DataError for an unknown label."""
     if is_graded(head):
         if head.problem_type != "regression" and not 0 <= row.score <= 1:
@@ -427,7 +426,7 @@ def _shuffled(count: int, seed: tuple[int, ...], epoch: int) -> Ints:
 
 
 def streams(
-    name: str, settings: HeadSettings, head: bundle.Head, examples: Sequence[Example]
+    name: str, settings: HeadSettings, head: Head, examples: Sequence[Example]
 ) -> list[ExampleStream]:
     """Return a head's streams: one; or for embeddings, one of related texts and one of scored pairs."""
     if head.task not in PAIRED:
@@ -463,9 +462,7 @@ def streams(
     ]
 
 
-def class_weights(
-    settings: HeadSettings, head: bundle.Head, examples: Sequence[Example]
-) -> Tensor | None:
+def class_weights(settings: HeadSettings, head: Head, examples: Sequence[Example]) -> Tensor | None:
     """Return the weight of each label in the loss, `[C]`; None where the settings have none.
 
     "balanced" gives every label the same weight in total: rows / (labels * rows of the label), as scikit-learn has it;

@@ -12,11 +12,11 @@ from model.data import row_warnings
 from model.data.labelled_rows import DataError, Sentence
 from model.data.labelled_rows import read as read_rows
 from model.run_settings import RunSettings, check_choice, setting
-from service.core import bundle
 from service.core.data_files import sources
+from service.core.manifest import Head, PoolingMode, ProblemType, Task
 
 LOGGER = logging.getLogger(__name__)
-SINGLE_LABEL: bundle.ProblemType = "single_label_classification"
+SINGLE_LABEL: ProblemType = "single_label_classification"
 BALANCED = "balanced"
 # Tasks that learn from related texts, or from pairs with a score.
 PAIRED = ("embedding", "sparse-embedding")
@@ -26,7 +26,7 @@ SCALE = 20.0  # factor of cosines before a softmax
 class HeadSettings(RunSettings):
     """The settings of one head: a `[heads.<name>]` table of a run's TOML file."""
 
-    task: bundle.Task = setting(
+    task: Task = setting(
         ..., "classification, ner, qa, embedding or sparse-embedding", '"classification"'
     )
     train: list[str] = setting(..., "list of files to train on", '["train.jsonl"]')
@@ -90,12 +90,12 @@ class HeadSettings(RunSettings):
         "labels in order; by default all labels of the data, sorted",
         '["negative", "positive"]',
     )
-    problem_type: bundle.ProblemType = setting(
+    problem_type: ProblemType = setting(
         SINGLE_LABEL,
         "single_label_classification, multi_label_classification or regression",
         '"regression"',
     )
-    pooling: bundle.PoolingMode = setting(
+    pooling: PoolingMode = setting(
         "mean",
         "embedding: mean, cls, max, lasttoken, weightedmean or mean_sqrt_len_tokens",
         '"cls"',
@@ -142,7 +142,7 @@ class HeadSettings(RunSettings):
                 raise ValueError(f"class_weights: {weight} of {label!r} is not above 0")
 
 
-def read(file: str | Path, head: HeadSettings | bundle.Head) -> list[Any]:
+def read(file: str | Path, head: HeadSettings | Head) -> list[Any]:
     """Read the rows of a file for a head. Raises DataError as `labelled_rows.read` does.
 
     Tags that are numbers are named by the labels of the head.
@@ -198,7 +198,7 @@ def _mapped(settings: HeadSettings, rows: list[Any]) -> list[Any]:
     ]
 
 
-def is_graded(head: HeadSettings | bundle.Head) -> bool:
+def is_graded(head: HeadSettings | Head) -> bool:
     """Return whether a text's label is a number: of any size (regression), or from 0 to 1 (a single label)."""
     single = len(head.labels) == 1 and head.problem_type != "multi_label_classification"
     return head.task == "classification" and (head.problem_type == "regression" or single)

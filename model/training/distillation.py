@@ -27,8 +27,8 @@ from model.data.examples import Batch, Loss
 from model.data.word_replacement import Replacement, find_neighbors
 from model.heads import IGNORE_INDEX, EncoderWithHeads, make_head
 from model.training.capture import capture
-from service.core import bundle
 from service.core.encode import Encoder, Window
+from service.core.manifest import Head
 
 LOSSES = ("labels", "logits", "hidden", "relations", "embedding", "similarity")
 TOKEN_LOSSES = ("hidden", "relations")  # require the same tokens in student and teacher
@@ -95,7 +95,7 @@ class TeacherHead:
     columns: tuple[int, ...] = ()
 
     @property
-    def described(self) -> bundle.Head:
+    def described(self) -> Head:
         return self.teacher.model.described[self.head]
 
 
@@ -104,7 +104,7 @@ def output_losses(task: str) -> tuple[str, ...]:
     return ("embedding", "similarity") if task == "embedding" else ("logits",)
 
 
-def match_teacher_head(teacher: Teacher, name: str, head: bundle.Head) -> TeacherHead | None:
+def match_teacher_head(teacher: Teacher, name: str, head: Head) -> TeacherHead | None:
     """Return the teacher's head that teaches one of ours; for embeddings its pooled hidden states; None if it has none.
 
     Raises ValueError where the teacher's head of the same name is incompatible.
@@ -124,7 +124,7 @@ def match_teacher_head(teacher: Teacher, name: str, head: bundle.Head) -> Teache
     return TeacherHead(teacher, name)
 
 
-def find_matching_head(teacher: Teacher, name: str, head: bundle.Head) -> str | None:
+def find_matching_head(teacher: Teacher, name: str, head: Head) -> str | None:
     """Return the name of the teacher's compatible head: the one of the same name, else the only one."""
     described = teacher.model.described
     compatible = [n for n, other in described.items() if _is_compatible(other, head)]
@@ -156,7 +156,7 @@ def _shapes(state: dict[str, Tensor]) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in state.items()}
 
 
-def _is_compatible(theirs: bundle.Head, ours: bundle.Head) -> bool:
+def _is_compatible(theirs: Head, ours: Head) -> bool:
     """Return whether two heads have the same task, problem type and labels."""
     if theirs.task != ours.task or ours.task in ("qa", "embedding"):
         return theirs.task == ours.task
@@ -165,7 +165,7 @@ def _is_compatible(theirs: bundle.Head, ours: bundle.Head) -> bool:
     return len(problem_types) == 1 and (graded or set(theirs.labels) == set(ours.labels))
 
 
-def _describe_head(head: bundle.Head) -> str:
+def _describe_head(head: Head) -> str:
     labels = f" of {', '.join(head.labels)}" if head.labels else ""
     return f"{head.problem_type or head.task}{labels}"
 
@@ -227,7 +227,7 @@ def _unique_teachers(
 def training_tasks(
     rows: Sequence[Any],
     name: str,
-    head: bundle.Head,
+    head: Head,
     settings: head_rows.HeadSettings,
     encoder: Encoder,
     teacher_head: TeacherHead | None,
@@ -239,7 +239,7 @@ def training_tasks(
     tokenizer, and where words are to be replaced without a teacher that has the same tokenizer.
     """
 
-    def read(encoder: Encoder, head: bundle.Head) -> list[examples.ExampleStream]:
+    def read(encoder: Encoder, head: Head) -> list[examples.ExampleStream]:
         drawable = list(examples.examples(rows, head, encoder, settings.stride))
         return examples.streams(name, settings, head, drawable)
 
@@ -331,7 +331,7 @@ def divergence(ours: Tensor, theirs: Tensor, temperature: float, dim: int = -1) 
 
 
 def logits_loss(
-    head: bundle.Head, logits: Tensor, targets: Tensor, batch: Batch, temperature: float
+    head: Head, logits: Tensor, targets: Tensor, batch: Batch, temperature: float
 ) -> Loss:
     """Return the divergence of a head's logits from its teacher's, at the places that the task's own loss uses.
 

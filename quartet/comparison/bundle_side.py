@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from quartet.comparison.recipes import SERVED, Recipe, RecipeEncoder, RecipeTask, convert
 from quartet.comparison.sides import Item, SideError, Task
 from service.core import bundle
-from service.core.bundle import Bundle, Head
+from service.core.bundle import Bundle
 from service.core.cpu import CPU
 from service.core.encode import Encoder
+from service.core.manifest import Head
 from service.core.packing import pack
 from service.core.session import SessionOptions, open_graph, packed_feeds, padded_feeds
 from service.embedded import EmbeddedService

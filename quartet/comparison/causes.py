@@ -12,8 +12,8 @@ from quartet.comparison.figures import EQUAL, rounding
 from quartet.comparison.recipes import SERVED, Recipe
 from quartet.comparison.sides import Item, SideError, Task
 from service.core.agreement import distance
-from service.core.bundle import Head
 from service.core.cpu import CPU
+from service.core.manifest import Head
 from service.tasks.entity_recognition import Aggregation
 
 Distances = NDArray[np.float64]

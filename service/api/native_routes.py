@@ -53,7 +53,6 @@ from service.api.schemas import (
     SimilarityRequest,
     ZeroShotRequest,
 )
-from service.core.bundle import Task
 from service.core.decode import (
     AnswerSpan,
     EntitySpan,
@@ -62,6 +61,7 @@ from service.core.decode import (
     TokenScore,
     Vector,
 )
+from service.core.manifest import Task
 from service.engines.engine import Reply
 from service.middleware.request_context import context_of
 from service.observability.metrics import CONTENT_TYPE

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from service.core.bundle import (
+from service.core.manifest import (
     DataSet,
     InputType,
     LateInteraction,

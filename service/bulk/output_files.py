@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, TextIO
 from service.bulk.input_files import arrow_errors
 from service.bulk.rows import Outcome, Row
 from service.core.addresses import address
-from service.core.bundle import Task
 from service.core.bundle_cache import root
 from service.core.data_files.text_files import DataError
+from service.core.manifest import Task
 from service.core.remote_files import copy, files_at
 
 # The columns of the results, by the end of the output's name. Where a row has one of them, all get a number.

@@ -10,11 +10,11 @@ import orjson
 from starlette.types import ASGIApp
 
 from service.bulk.rows import ROUTES, Outcome, Row
-from service.core.bundle import Head, Manifest
 from service.core.bundle import load as load_bundle
 from service.core.bundle_cache import fetch_bundle
 from service.core.data_files.columns import Needs
 from service.core.data_files.text_files import DataError
+from service.core.manifest import Head, Manifest
 from service.core.session import usable_kinds
 from service.embedded import EmbeddedService
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from service.core.bundle import cosine
 from service.core.decode import AnswerSpan, LabelScore, SparseVector, TokenScore, sparse_products
+from service.core.goldens import cosine
 
 CLOSE = 0.99  # two vectors with at least this cosine count as the same result
 NEAR = 0.05  # two scores that differ by at most this count as the same result

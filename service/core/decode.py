@@ -16,8 +16,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from service.core import tags
-from service.core.bundle import OutputDtype, Ranges
 from service.core.encode import Cut, Encoded, Encoding
+from service.core.manifest import OutputDtype, Ranges
 from service.core.packing import Ints
 
 Floats = NDArray[np.float32]

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from service.core.bundle import LabelPrompt
 from service.core.decode import EntitySpan, Floats, most_context, sigmoid
 from service.core.encode import Encoded, Encoder, Encoding, TextError, Truncate, cut
+from service.core.manifest import LabelPrompt
 from service.core.packing import LABEL, WORD, Ints
 
 WORDS = re.compile(r"\w+(?:[-_]\w+)*|\S")  # the words of GLiNER's texts

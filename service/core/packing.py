@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from service.core.bundle import Head, find_mask_token_id
 from service.core.encode import Window
+from service.core.manifest import Head, find_mask_token_id
 
 # Rows of a head over the vocabulary for each sequence. The limit bounds the memory of a batch.
 MOST_MASKS = 32

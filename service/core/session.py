@@ -14,18 +14,12 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from service.core.bundle import (
-    Bundle,
-    BundleError,
-    Golden,
-    Graph,
-    Manifest,
-    Tolerance,
-    check_goldens,
-)
+from service.core.bundle import Bundle, BundleError, check_goldens
 from service.core.cpu import CPU
 from service.core.device_kind import DeviceKind, NoDeviceError
 from service.core.device_table import KINDS, named_kinds, preferred_kinds
+from service.core.goldens import Golden
+from service.core.manifest import Graph, Manifest, Tolerance
 from service.core.packing import (
     SLOT_MULTIPLE,
     Ints,

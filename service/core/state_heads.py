@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from service.core.bundle import Activation, Bundle, BundleError, Layers
+from service.core.bundle import Bundle, BundleError
+from service.core.manifest import Activation, Layers
 
 Floats = NDArray[np.float32]
 Dense = tuple[Floats, Floats]  # weight `[D, in]` and bias `[D]`

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from service.core.bundle import Manifest, Memory
 from service.core.cpu import CPU
+from service.core.manifest import Manifest, Memory
 from service.scheduling.entries import Entry, EntryOutcome, OnOutcome
 from service.scheduling.load import Load
 

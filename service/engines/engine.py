@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from service.core.bundle import EMBEDDING_FIELDS, BundleTexts, Head, Manifest, Task
+from service.core.bundle import BundleTexts
 from service.core.cpu import CPU
 from service.core.encode import Cut, Encoded, Encoder, TextError, is_panic
+from service.core.manifest import EMBEDDING_FIELDS, Head, Manifest, Task
 from service.core.state_heads import output_name
 from service.engines.device import Device, RunsOn
 from service.engines.model_state import ServedModel

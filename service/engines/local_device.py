@@ -15,18 +15,12 @@ import numpy as np
 import structlog
 
 from service import liveness
-from service.core.bundle import (
-    Bundle,
-    BundleError,
-    BundleTexts,
-    Golden,
-    Manifest,
-    check_goldens,
-    read_texts,
-)
+from service.core.bundle import Bundle, BundleError, BundleTexts, check_goldens, read_texts
 from service.core.cpu import CPU
 from service.core.device_kind import DeviceKind, Slots
 from service.core.encode import Window
+from service.core.goldens import Golden
+from service.core.manifest import Manifest
 from service.core.packing import SLOT_MULTIPLE, count_masks, fill_rows, pack, row_starts, split
 from service.core.session import (
     RUNTIME,

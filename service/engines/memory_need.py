@@ -12,11 +12,12 @@ from pathlib import Path
 import structlog
 
 from service.core.addresses import address
-from service.core.bundle import MANIFEST, BundleError, Graph, Manifest, Memory, read_manifest
+from service.core.bundle import MANIFEST, BundleError, read_manifest
 from service.core.cpu import CPU
 from service.core.device_kind import Slots
 from service.core.device_places import core_groups
 from service.core.device_table import named_kinds
+from service.core.manifest import Graph, Manifest, Memory
 from service.memory_limit import MIB, ROOT, in_mib, memory_limit
 from service.settings import Settings, usable_cores
 

@@ -13,8 +13,9 @@ import numpy as np
 import structlog
 
 from service import liveness
-from service.core.bundle import Golden, Tolerance, disagreement
 from service.core.encode import Window
+from service.core.goldens import Golden, disagreement
+from service.core.manifest import Tolerance
 from service.scheduling.entries import Outputs
 
 log = structlog.get_logger()

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
 from service import errors
-from service.core.bundle import BundleTexts, Manifest
+from service.core.bundle import BundleTexts
+from service.core.manifest import Manifest
 from service.engines.commands import COMMANDS, Command
 from service.engines.device import RunsOn
 from service.engines.model_state import Models, ServedModel

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from service.core.addresses import address
-from service.core.bundle import Manifest
+from service.core.manifest import Manifest
 from service.errors import ChangedAnswers, Forbidden, InvalidInput
 from service.observability.metrics import Counts
 

@@ -19,8 +19,9 @@ import structlog
 
 from service.core import bundle as bundles
 from service.core.addresses import address
-from service.core.bundle import Bundle, BundleError, BundleTexts, Manifest
+from service.core.bundle import Bundle, BundleError, BundleTexts
 from service.core.bundle_cache import fetch_bundle, forget, stored_bundle
+from service.core.manifest import Manifest
 from service.core.session import trim
 from service.engines import model_state
 from service.engines.commands import (

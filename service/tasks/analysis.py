@@ -6,8 +6,8 @@ from typing import Any
 
 from pydantic import Field
 
-from service.core import bundle
 from service.core.encode import Encoded
+from service.core.manifest import Task
 from service.engines.engine import Engine, EngineTask
 from service.engines.task_plan import TaskPlan, together
 from service.errors import InvalidInput, UnknownHead
@@ -20,7 +20,7 @@ from service.tasks.late_interaction import TokenEmbedding
 from service.tasks.sparse_embedding import SparseEmbedding
 
 # The tasks whose heads read single texts.
-TASKS: Mapping[bundle.Task, Callable[..., EngineTask[Any]]] = {
+TASKS: Mapping[Task, Callable[..., EngineTask[Any]]] = {
     "classification": Classification,
     "ner": EntityRecognition,
     "embedding": Embedding,

@@ -7,9 +7,9 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from service.core import decode
-from service.core.bundle import Head, InputType, OutputDtype, Ranges
 from service.core.decode import Floats, Vector
 from service.core.encode import Cut
+from service.core.manifest import Head, InputType, OutputDtype, Ranges
 from service.engines.engine import Engine
 from service.engines.task_plan import (
     NUMBER_BYTES,

@@ -6,9 +6,9 @@ from typing import Literal
 from pydantic import Field
 
 from service.core import decode
-from service.core.bundle import Head, LateInteraction
 from service.core.decode import Floats
 from service.core.encode import Cut, expand
+from service.core.manifest import Head, LateInteraction
 from service.engines.engine import Engine, Reply
 from service.engines.task_plan import (
     NUMBER_BYTES,

@@ -7,9 +7,9 @@ from typing import Annotated, Any, NamedTuple, Protocol, Self, TypeVar
 from pydantic import Field, model_validator
 
 from service.core import decode
-from service.core.bundle import Head, Task
 from service.core.decode import Floats
 from service.core.encode import Cut
+from service.core.manifest import Head, Task
 from service.engines.engine import Engine, EngineTask, Reply
 from service.engines.task_plan import (
     SCORED_BYTES,

@@ -5,9 +5,9 @@ from typing import ClassVar
 from pydantic import Field
 
 from service.core import decode
-from service.core.bundle import InputType
 from service.core.decode import Floats
 from service.core.encode import Cut
+from service.core.manifest import InputType
 from service.engines.engine import Engine, Reply
 from service.engines.task_plan import TaskPlan
 from service.scheduling.entries import Heads

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from service.core.bundle import PER_TOKEN
 from service.core.encode import Cut, TextError, Window
+from service.core.manifest import PER_TOKEN
 from service.core.packing import Ints
 from service.engines.engine import Engine
 from service.engines.task_plan import TaskPlan, together

@@ -8,9 +8,9 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from service.core import decode
-from service.core.bundle import Head
 from service.core.decode import Floats, LabelScore
 from service.core.encode import Cut, Encoder, TextError, TextIds
+from service.core.manifest import Head
 from service.engines.engine import Engine
 from service.engines.task_plan import Shared, TaskPlan, characters, labels_bytes, one_head
 from service.errors import UnknownHead

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from service.core import bundle
+from service.core.goldens import save_golden
 from tests import samples
 from tests.e2e.calls import embed_calls, same_answer
 from tests.e2e.conftest import SLOWLY, queued, serving, start, until
@@ -89,7 +90,7 @@ def test_goldens_that_disagree_are_found(tiny_bundle, tmp_path):
     copy = shutil.copytree(tiny_bundle, tmp_path / "copy")
     golden = bundle.load(copy).golden
     golden.outputs["sentiment"][0] += 1
-    bundle.save_golden(copy / "golden.npz", golden)
+    save_golden(copy / "golden.npz", golden)
     manifest = json.loads((copy / "manifest.json").read_text())
     manifest["goldens"] |= bundle.describe_file(copy / "golden.npz")
     (copy / "manifest.json").write_text(json.dumps(manifest))

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from service.core import bundle
+from service.core.goldens import save_golden
 from service.keys import make_key, record
 from tests.e2e.calls import calls, embed_calls, same_answer
 from tests.e2e.clients import lone_answers
@@ -246,7 +247,7 @@ def change_a_byte(folder: Path) -> None:
 def change_the_goldens(folder: Path) -> None:
     golden = bundle.load(folder).golden
     golden.outputs["sentiment"][0] += 1
-    bundle.save_golden(folder / "golden.npz", golden)
+    save_golden(folder / "golden.npz", golden)
     goldens = read_manifest(folder)["goldens"] | bundle.describe_file(folder / "golden.npz")
     restate(folder, goldens=goldens)
 

@@ -25,7 +25,7 @@ from model.config import BertConfig
 from model.families.bert_names import BERT
 from model.families.registry import FAMILIES
 from model.heads import EncoderWithHeads
-from service.core.bundle import Head
+from service.core.manifest import Head
 from tests.export.helpers import (
     SMALL,
     Arrays,

@@ -7,8 +7,8 @@ import pytest
 
 from export import calibration
 from export.passes.quantize import quantize
-from service.core.bundle import cosine
 from service.core.encode import Encoder
+from service.core.goldens import cosine
 from service.core.packing import pack
 from tests.export.helpers import run_packed, run_value
 

@@ -27,8 +27,8 @@ from model.checkpoints.reader import load_encoder, load_model, read_teachers
 from model.checkpoints.writer import save_joint
 from model.heads import EncoderWithHeads
 from service.core import bundle
-from service.core.bundle import Head
 from service.core.encode import Encoder
+from service.core.manifest import Head
 from service.core.session import RUNTIME, SessionOptions, open_session
 from tests import samples
 from tests.tiny import HEADS

@@ -13,8 +13,8 @@ from export.goldens import run_torch
 from model.checkpoints.source import read_source
 from model.report.page import Report, Section
 from service.core import bundle
-from service.core.bundle import Head
 from service.core.encode import Encoder
+from service.core.manifest import Head
 from tests import samples
 
 GRAPHS = ("fp32.onnx", "int8.onnx")

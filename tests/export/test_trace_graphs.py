@@ -22,8 +22,9 @@ from model.families.modernbert import ModernBertConfig, rope_frequencies
 from model.heads import EncoderWithHeads
 from model.pooling import POOLINGS
 from service.core import bundle
-from service.core.bundle import Head
 from service.core.cpu import CPU
+from service.core.goldens import cosine
+from service.core.manifest import Head
 from service.core.session import Session, SessionOptions
 from tests.conftest import Traced
 from tests.export.helpers import (
@@ -340,7 +341,7 @@ class TestPooling:
         onnx.save(trace_graphs.export_cuda(half.halved(pooled)), tmp_path / "fp16.onnx")
         found = emulated(tmp_path / "fp16.onnx")(packed)
         for name, expected in torch_outputs(pooled, packed).items():
-            assert bundle.cosine(found[name], expected) > 0.9999, name
+            assert cosine(found[name], expected) > 0.9999, name
 
 
 def test_large_weights_outside_the_graph(tmp_path):

@@ -16,8 +16,8 @@ from export.verify import (
     check_parity,
     compare,
 )
-from service.core.bundle import Head
 from service.core.encode import Encoding
+from service.core.manifest import Head
 
 Outputs = list[dict[str, NDArray[np.float32]]]
 

@@ -22,8 +22,8 @@ from model.heads import EncoderWithHeads
 from model.run_settings import read_config
 from model.training import distillation
 from model.training.capture import capture
-from service.core.bundle import Head
 from service.core.encode import Encoder, load_tokenizer
+from service.core.manifest import Head
 from tests.model.helpers import batch, interrupted, ours, perturb, shape, stopped
 
 pytestmark = pytest.mark.slow

@@ -18,8 +18,8 @@ from model.checkpoints import writer
 from model.data import examples, labelled_rows
 from model.families.registry import FAMILIES
 from model.heads import EncoderWithHeads
-from service.core.bundle import Head
 from service.core.encode import Encoder, Encoding
+from service.core.manifest import Head
 from tests.model.helpers import perturb, shape
 
 SENTENCE = "Ada drew a comet in Turin . Grace Wu sold 2 tables , Zoë forgot it at U.S. dawn"

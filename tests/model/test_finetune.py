@@ -25,7 +25,7 @@ from model.heads import EncoderWithHeads
 from model.training import defaults, optim
 from model.training.distillation import TrainingTask
 from model.training.token_matching_init import init_token_matching
-from service.core.bundle import Head
+from service.core.manifest import Head
 from tests.model.helpers import interrupted, run_with_signal, shape, stopped, watch_steps
 from tests.model.report.test_page import EXTERNAL
 

@@ -13,7 +13,7 @@ from model.heads import (
     make_head,
 )
 from model.pooling import mean_tokens
-from service.core.bundle import Head
+from service.core.manifest import Head
 from service.core.packing import each
 from tests.model.helpers import (
     LENGTHS,

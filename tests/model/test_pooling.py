@@ -10,7 +10,7 @@ from model.attention import PackedLayout
 from model.heads import SentenceEmbedding
 from model.pooling import POOLINGS
 from service.core import packing
-from service.core.bundle import PoolingMode
+from service.core.manifest import PoolingMode
 
 LENGTHS = [3, 1, 9, 5]
 WIDTH = 6

@@ -14,18 +14,19 @@ from model.checkpoints import writer
 from model.checkpoints.source import read_source
 from model.data import labelled_rows
 from model.heads import EncoderWithHeads
-from service.core import bundle, decode
+from service.core import decode
 from service.core.data_files.text_files import read_text, write_gzip
 from service.core.encode import Encoder
+from service.core.manifest import Head
 from tests.model.helpers import perturb, shape
 
 HEADS = {
-    "tone": bundle.Head(task="classification", labels=("bad", "good")),
-    "names": bundle.Head(task="ner", labels=("O", "B-PER", "I-PER")),
-    "several": bundle.Head(
+    "tone": Head(task="classification", labels=("bad", "good")),
+    "names": Head(task="ner", labels=("O", "B-PER", "I-PER")),
+    "several": Head(
         task="classification", labels=("a", "b"), problem_type="multi_label_classification"
     ),
-    "vectors": bundle.Head(task="embedding", pooling="mean", dimensions=32),
+    "vectors": Head(task="embedding", pooling="mean", dimensions=32),
 }
 TEXT = "Ada drew a comet. Grace sold the old engine!\n\nEmmy forgot it at dawn? Mary painted every river twice.\n"
 

@@ -44,8 +44,8 @@ from model.checkpoints.sentence_config import (
 from model.checkpoints.settings_table import Handling
 from model.checkpoints.source import read_source
 from service.core import decode
-from service.core.bundle import PROMPT_NAMES
 from service.core.encode import Encoder
+from service.core.manifest import PROMPT_NAMES
 from tests import hub, samples
 from tests.conftest import run_export
 

@@ -13,8 +13,8 @@ import pytest_asyncio
 
 from export.verify import BATCH_TOLERANCE
 from model.checkpoints import writer
-from service.core.bundle import Head, LateInteraction, Sparse
 from service.core.decode import SparseVector
+from service.core.manifest import Head, LateInteraction, Sparse
 from service.engines.engine import Engine, EngineTask, Reply, Ticket
 from service.errors import InvalidInput, UnknownHead
 from service.observability.metrics import Metrics

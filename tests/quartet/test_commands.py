@@ -9,7 +9,7 @@ import pytest
 
 from export.__main__ import read_request
 from quartet import bench, doctor, train
-from service.core.bundle import Head
+from service.core.manifest import Head
 
 ROWS = {
     "classification": "text,label\nfine,good\nbad,poor\n",

@@ -11,8 +11,8 @@ import numpy as np
 
 from service.api.ndjson import InLines
 from service.api.schemas import Request
-from service.core.bundle import Head, LateInteraction
 from service.core.decode import AnswerSpan, EntitySpan, LabelScore, SparseVector, TokenScore
+from service.core.manifest import Head, LateInteraction
 from service.engines.commands import Command
 from service.engines.engine import EngineTask, Reply, Ticket, Timing, TokenUsage
 from service.engines.result_collector import OnResult

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from service.core import bundle
-from service.core.bundle import BundleError, Head, Manifest, describe_file
+from service.core.bundle import BundleError, describe_file
 from service.core.cpu import CPU
 from service.core.decode import softmax
 from service.core.encode import Encoder
+from service.core.manifest import Head, Manifest
 from service.core.packing import pack
 from service.core.session import Session, SessionOptions
 from service.core.state_heads import read_heads

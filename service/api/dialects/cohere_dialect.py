@@ -29,9 +29,9 @@ from service.api.engine_call import Call, engine_of, engines_of, json_response, 
 from service.api.native_routes import make_router
 from service.api.schemas import Request, numbered
 from service.api.token_routes import answer_tokens, columns_of, join_tokens
-from service.core.bundle import InputType, OutputDtype
 from service.core.decode import Vector
 from service.core.encode import Encoded
+from service.core.manifest import InputType, OutputDtype
 from service.engines.engine import Engine, Reply
 from service.errors import ErrorForm, InvalidInput, QuartetError, UnknownModel
 from service.tasks.embedding import Embedding, EmbeddingByType

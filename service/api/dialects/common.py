@@ -12,9 +12,9 @@ from starlette.requests import Request as HttpRequest
 from service.api.engine_call import Call, service_of
 from service.api.native_routes import base64_of, numbers, rank_documents
 from service.api.schemas import Request, numbered
-from service.core.bundle import Task
 from service.core.decode import Vector
 from service.core.encode import Truncate
+from service.core.manifest import Task
 from service.engines.engine import Engine, Reply
 from service.errors import InvalidInput, QuartetError, TooLarge
 from service.tasks.fields import AtLeastOne

@@ -25,8 +25,8 @@ from service.api.native_routes import (
     sparse_vector,
 )
 from service.api.schemas import Request, numbered
-from service.core.bundle import Head, Task
 from service.core.decode import LabelScore
+from service.core.manifest import Head, Task
 from service.core.packing import Ints
 from service.engines.engine import Engine, EngineTask, Reply
 from service.errors import InvalidInput, TooLarge, UnknownHead

@@ -33,7 +33,7 @@ from service.api.dialects.common import (
 )
 from service.api.engine_call import engine_of, engines_of, json_response, receive_call, service_of
 from service.api.native_routes import make_router, numbers
-from service.core.bundle import InputType, OutputDtype
+from service.core.manifest import InputType, OutputDtype
 from service.core.token_table import read_token_table
 from service.engines.engine import Engine, Reply
 from service.errors import ErrorForm, QuartetError, UnknownModel

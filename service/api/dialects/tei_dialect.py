@@ -31,9 +31,9 @@ from service.api.native_routes import label, make_router, numbers
 from service.api.responses import Label
 from service.api.schemas import DetokenizeRequest, Request, numbered
 from service.api.token_routes import answer_tokens, columns_of, join_tokens
-from service.core.bundle import InputType
 from service.core.decode import LabelScore
 from service.core.encode import Encoded
+from service.core.manifest import InputType
 from service.engines.engine import Engine
 from service.errors import ErrorForm, QuartetError
 from service.tasks.classification import Classification

@@ -41,8 +41,8 @@ from service.api.dialects.common import (
 from service.api.engine_call import Call, json_response, receive_call, service_of
 from service.api.native_routes import make_router, rank_documents
 from service.api.schemas import numbered
-from service.core.bundle import Task
 from service.core.decode import LabelScore, Vector
+from service.core.manifest import Task
 from service.engines.engine import Engine, Reply
 from service.errors import ErrorForm, InvalidInput, QuartetError
 from service.tasks.classification import Classification

@@ -15,7 +15,8 @@ from model.families.albert import AlbertConfig
 from model.families.deberta import DebertaV2Config
 from model.families.mpnet import MPNetConfig
 from model.heads import EncoderWithHeads
-from service.core.bundle import Head, cosine
+from service.core.goldens import cosine
+from service.core.manifest import Head
 from tests.export.helpers import SMALL, batch, copied
 from tests.tiny import perturb
 

@@ -15,7 +15,7 @@ from model.families.modernbert import ModernBertConfig
 from model.families.mpnet import MPNetConfig
 from model.families.nomic_bert import NomicBertConfig
 from model.heads import EncoderWithHeads
-from service.core.bundle import Head
+from service.core.manifest import Head
 from tests.export.helpers import (
     SMALL,
     assert_close,

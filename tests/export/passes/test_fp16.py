@@ -20,8 +20,8 @@ from model.checkpoints.reader import load_model
 from model.config import BertConfig
 from model.heads import EncoderWithHeads
 from service.core import bundle
-from service.core.bundle import cosine
 from service.core.encode import Encoding
+from service.core.goldens import cosine
 from service.core.packing import Packed, make_layout
 from service.core.session import ort, packed_feeds
 from tests.export.helpers import Arrays, batch, open_graph

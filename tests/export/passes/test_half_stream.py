@@ -24,7 +24,8 @@ from model.families.modernbert import ModernBertConfig
 from model.families.mpnet import MPNetConfig
 from model.families.nomic_bert import NomicBertConfig
 from model.heads import EncoderWithHeads
-from service.core.bundle import Head, cosine
+from service.core.goldens import cosine
+from service.core.manifest import Head
 from service.core.packing import Packed
 from tests.export.helpers import SMALL, batch, copied, open_graph
 from tests.tiny import perturb

@@ -15,7 +15,7 @@ from model.config import BertConfig
 from model.families.albert import AlbertConfig
 from model.families.modernbert import ModernBertConfig
 from model.heads import EncoderWithHeads
-from service.core.bundle import Head
+from service.core.manifest import Head
 from tests.export.helpers import SMALL, assert_same_as_torch, batch, copied, run_packed, run_value
 from tests.tiny import perturb
 

@@ -13,7 +13,7 @@ from model.config import BertConfig
 from model.families.albert import AlbertConfig
 from model.families.nomic_bert import NomicBertConfig
 from model.heads import EncoderWithHeads
-from service.core.bundle import Head
+from service.core.manifest import Head
 from tests.export.helpers import SMALL, batch, copied
 from tests.tiny import perturb
 

@@ -7,7 +7,7 @@ import transformers
 from torch import Tensor
 
 from model.heads import EncoderWithHeads
-from service.core.bundle import Head
+from service.core.manifest import Head
 from service.core.packing import Packed
 from tests.model.helpers import batch, ours, real, theirs
 

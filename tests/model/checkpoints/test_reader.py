@@ -20,7 +20,7 @@ from model.config import preset
 from model.families.bert_names import BERT
 from model.families.registry import family_named
 from model.heads import EncoderWithHeads, Pretraining
-from service.core.bundle import Head
+from service.core.manifest import Head
 from tests.model.checkpoints.helpers import HEADS, PACKED, PEERS, our_output, peer_output
 from tests.model.helpers import TOLERANCE, batch, ours, perturb, real, shape, theirs
 

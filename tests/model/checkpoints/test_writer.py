@@ -17,8 +17,8 @@ from model.checkpoints.source import read_source
 from model.checkpoints.tokenizer_files import read_tokenizer
 from model.heads import EncoderWithHeads, Pretraining
 from service.core import packing
-from service.core.bundle import Head, PoolingMode
 from service.core.encode import Encoder
+from service.core.manifest import Head, PoolingMode
 from tests.model.checkpoints.helpers import HEADS, PACKED, our_output, peer_output
 from tests.model.helpers import TOLERANCE, ours, perturb, real, shape, theirs
 

@@ -21,8 +21,8 @@ from model.data.head_rows import HeadSettings
 from model.data.labelled_rows import DataError, QuestionRow, Sentence, Similar, Text
 from model.families.registry import FAMILIES
 from model.heads import IGNORE_INDEX
-from service.core.bundle import Head
 from service.core.encode import Encoder, Encoding
+from service.core.manifest import Head
 
 LABELS = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC")
 

@@ -11,8 +11,8 @@ from model.data.examples import Batch
 from model.data.head_rows import HeadSettings
 from model.data.word_replacement import Replacement, find_neighbors
 from model.training import distillation
-from service.core.bundle import Head
 from service.core.encode import Encoder, load_tokenizer
+from service.core.manifest import Head
 
 CLASSES = Head(task="classification", labels=("a", "b"), problem_type="single_label_classification")
 

@@ -25,8 +25,8 @@ from model.heads import IGNORE_INDEX, EncoderWithHeads, Pretraining
 from model.training import distillation
 from model.training.distillation import DistillationObjective, Teacher, TeacherHead, TrainingTask
 from service.core import packing
-from service.core.bundle import Head
 from service.core.encode import Encoder, load_tokenizer
+from service.core.manifest import Head
 from tests import hub
 from tests.model.helpers import LENGTHS, batch, shape
 from tests.model.helpers import ours as arguments

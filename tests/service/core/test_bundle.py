@@ -18,7 +18,17 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from service.core import bundle
-from service.core.bundle import Bundle, BundleError, Golden, Head, Manifest, Memory
+from service.core.bundle import Bundle, BundleError
+from service.core.goldens import Golden, cosine, deviation, disagreement, save_golden
+from service.core.manifest import (
+    FORMAT_VERSION,
+    DataSet,
+    Head,
+    Manifest,
+    Memory,
+    Provenance,
+    Tolerance,
+)
 
 SENTIMENT = {"task": "classification", "labels": ["bad", "good"]}
 ENTITIES = {"task": "ner", "labels": ["O", "B-PER"]}
@@ -66,13 +76,13 @@ def write(folder: Path) -> dict[str, Any]:
     for name, *_ in GRAPHS:
         graph = onnx.ModelProto(producer_name=name)
         (folder / name).write_bytes(graph.SerializeToString())
-    bundle.save_golden(folder / "golden.npz", GOLDEN)
+    save_golden(folder / "golden.npz", GOLDEN)
 
     def described(name: str) -> dict[str, str]:
         return bundle.describe_file(folder / name)
 
     return {
-        "format_version": bundle.FORMAT_VERSION,
+        "format_version": FORMAT_VERSION,
         "name": "quartet-test",
         "version": "1.0",
         "heads": deepcopy({"entities": ENTITIES, "sentiment": SENTIMENT, "vectors": VECTORS}),
@@ -509,7 +519,7 @@ class TestGoldens:
     def test_lengths(self, folder):
         """Lengths that do not add up to the tokens are refused."""
         short = Golden(GOLDEN.input_ids, GOLDEN.token_type_ids, np.array([3, 1]), GOLDEN.outputs)
-        bundle.save_golden(folder / "golden.npz", short)
+        save_golden(folder / "golden.npz", short)
 
         assert refusal(restated(folder)) == "golden.npz: lengths and input_ids disagree"
 
@@ -586,16 +596,16 @@ class TestCheckGoldens:
         """Outputs without rows agree, such as the outputs of a fill-mask head without a mask token."""
         none = np.zeros((0, 4), np.float32)
 
-        assert 0 == bundle.deviation(none, none)
-        assert 1 == bundle.cosine(none, none)
+        assert 0 == deviation(none, none)
+        assert 1 == cosine(none, none)
 
     def test_difference_of_large_numbers(self):
         """What may differ grows with the largest golden number: fp32 keeps seven digits of any."""
         expected = np.array([[5000.0, 0.0]], np.float32)
-        allowed = bundle.Tolerance(max_difference=1e-4)
+        allowed = Tolerance(max_difference=1e-4)
 
-        near = bundle.disagreement("grade", expected, expected + np.float32(0.4), allowed)
-        far = bundle.disagreement("grade", expected, expected + np.float32(5), allowed)
+        near = disagreement("grade", expected, expected + np.float32(0.4), allowed)
+        far = disagreement("grade", expected, expected + np.float32(5), allowed)
 
         assert (None, "grade differs by 1.00e-03, allowed 1e-04") == (near, far)
 
@@ -614,7 +624,7 @@ class TestCheckGoldens:
     )
     def test_cosine_of(self, a, b, expected):
         """A cosine depends on directions only; a zero vector equals zero vectors only."""
-        found = bundle.cosine(np.array(a, np.float32), np.array(b, np.float32))
+        found = cosine(np.array(a, np.float32), np.array(b, np.float32))
 
         assert found == pytest.approx(expected)
 
@@ -779,28 +789,28 @@ def test_texts_are_those_of_the_bundle(tiny_bundle, tmp_path):
 def test_data_sets_allow_together_what_the_least_allows(answers, told):
     """And those are named that forbid it, or may."""
     sets = [
-        bundle.DataSet(name=str(number), origin="here", terms="some", commercial_use=answer)
+        DataSet(name=str(number), origin="here", terms="some", commercial_use=answer)
         for number, answer in enumerate(answers)
     ]
-    assert told == bundle.Provenance(datasets=tuple(sets)).commercial_use
+    assert told == Provenance(datasets=tuple(sets)).commercial_use
 
 
 def test_each_head_has_the_terms_of_its_own_data():
     """A data set belongs to the heads that it was used for; one that names none was used for all."""
     sets = [
-        bundle.DataSet(name=name, origin="here", terms="some", commercial_use=answer, used_for=used)
+        DataSet(name=name, origin="here", terms="some", commercial_use=answer, used_for=used)
         for name, answer, used in (
             ("text", "yes", "pretraining"),
             ("films", "unclear", "sentiment, tokenizer"),
             ("news", "no", "topic and sentiments"),
         )
     ]
-    provenance = bundle.Provenance(datasets=tuple(sets))
+    provenance = Provenance(datasets=tuple(sets))
     assert provenance.commercial_use_by_head(["sentiment", "topic", "answers"]) == {
         "sentiment": "unclear: films",
         "topic": "no: news",
         "answers": "yes",
     }
-    assert bundle.Provenance().commercial_use_by_head(["topic"]) == {
+    assert Provenance().commercial_use_by_head(["topic"]) == {
         "topic": "unclear: no data set is named"
     }

@@ -23,6 +23,7 @@ from service.core import bundle, openvino, packing
 from service.core.bundle import Bundle, BundleError
 from service.core.device_table import KINDS, named_kinds
 from service.core.encode import Encoder
+from service.core.goldens import cosine
 from service.core.openvino import OPENVINO, load_runtime
 from service.core.packing import Packed
 from service.core.session import (
@@ -347,7 +348,7 @@ def test_telemetry_is_not_imported(script, sent, tmp_path):
 def test_outputs_of_the_package(opened, packed):
     """fp32 agrees with ONNX Runtime to rounding, and bf16 to a cosine of 0.999; a run alone agrees with a batch."""
     expected = open_session(opened, provider="cpu", options=ONE_THREAD).run(packed)
-    for precision, tolerance, cosine in (("fp32", 1e-4, 1 - 1e-6), ("bf16", 0.1, 0.999)):
+    for precision, tolerance, least in (("fp32", 1e-4, 1 - 1e-6), ("bf16", 0.1, 0.999)):
         session = open_session(
             opened, precision=precision, provider="openvino", options=SessionOptions(1, runs=2)
         )
@@ -355,9 +356,9 @@ def test_outputs_of_the_package(opened, packed):
         alone = [session.run(one) for one in packing.each(packed)]
         for name, value in expected.items():
             np.testing.assert_allclose(found[name], value, atol=tolerance)
-            assert bundle.cosine(found[name], value) >= cosine
+            assert cosine(found[name], value) >= least
             joined = np.concatenate([one[name] for one in alone])
-            assert bundle.cosine(joined, found[name]) >= cosine
+            assert cosine(joined, found[name]) >= least
 
 
 @pytest.mark.usefixtures("real")

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.core.bundle import Head
 from service.core.encode import Encoding, Window
+from service.core.manifest import Head
 from service.core.packing import (
     MOST_MASKS,
     each,

@@ -22,6 +22,7 @@ from service.core.bundle import Bundle, BundleError
 from service.core.cpu import CPU
 from service.core.cuda import CUDA
 from service.core.encode import Encoder
+from service.core.goldens import cosine, save_golden
 from service.core.packing import SLOT_MULTIPLE, Packed, make_layout, positions
 from service.core.session import (
     TRIAL,
@@ -469,7 +470,7 @@ def test_half_on_a_gpu(asked, provider, gpu_bundle, gpu, packed):
     found = session.run(packed)
     assert [*expected] == [*found]
     for name, value in expected.items():
-        assert bundle.cosine(found[name], value) > 1 - 1e-4, name  # fp16 costs 6e-6 at most
+        assert cosine(found[name], value) > 1 - 1e-4, name  # fp16 costs 6e-6 at most
 
 
 def test_order_on_a_gpu(gpu_bundle, gpu, monkeypatch):
@@ -688,7 +689,7 @@ def test_half_on_a_real_gpu(gpu_bundle, packed):
         session.run(packed), len(packed.lengths), packing.row_starts(packed, heads)
     )[0]
     for name, value in alone.items():
-        assert bundle.cosine(value, together[name]) > 0.999, name
+        assert cosine(value, together[name]) > 0.999, name
 
 
 # -- bundles that are not served ------------------------------------------------------------------
@@ -713,7 +714,7 @@ def test_goldens_that_disagree(precision, said, copy):
     """A bundle whose outputs are not the goldens' is refused by precision, head and figure."""
     golden = bundle.load(copy).golden
     golden.outputs["entities"][:] = np.roll(golden.outputs["entities"], 1, axis=1)
-    bundle.save_golden(copy / "golden.npz", golden)
+    save_golden(copy / "golden.npz", golden)
     change_manifest(copy, lambda manifest: None)
     with pytest.raises(BundleError, match=said):
         open_session(bundle.load(copy), precision=precision, provider="cpu", options=ONE_THREAD)
@@ -723,7 +724,7 @@ def test_graph_of_another_bundle(copy):
     """A graph that lacks a head's output is refused by the head."""
     golden = bundle.load(copy).golden
     golden.outputs["moods"] = golden.outputs["sentiment"]
-    bundle.save_golden(copy / "golden.npz", golden)
+    save_golden(copy / "golden.npz", golden)
     change_manifest(
         copy, lambda manifest: manifest["heads"].update(moods=manifest["heads"]["sentiment"])
     )

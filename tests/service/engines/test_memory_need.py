@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from service.core.bundle import FORMAT_VERSION, MANIFEST, Memory, read_manifest
+from service.core.bundle import MANIFEST, read_manifest
+from service.core.manifest import FORMAT_VERSION, Memory
 from service.engines import memory_need
 from service.engines.device import RunsOn
 from service.engines.memory_need import (

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from service import liveness
-from service.core.bundle import Golden, Tolerance
 from service.core.encode import Window
+from service.core.goldens import Golden
+from service.core.manifest import Tolerance
 from service.engines.self_test import SelfTest, SelfTests, smallest
 
 WINDOW = Window(np.array([2, 3]), np.array([0, 0]))

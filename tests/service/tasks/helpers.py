@@ -5,8 +5,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from service.core.bundle import Head
 from service.core.encode import Encoder
+from service.core.manifest import Head
 from service.engines.engine import Engine
 
 WORDS = ["[UNK]", "[CLS]", "[SEP]", "query:", "passage:", "sea", "ship"]

@@ -5,7 +5,7 @@ import base64
 import numpy as np
 import pytest
 
-from service.core.bundle import Head
+from service.core.manifest import Head
 from tests.service.api.dialects.conftest import MOST_INPUTS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
