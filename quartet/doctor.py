@@ -18,7 +18,7 @@ from quartet.command import DISTRIBUTION
 from service import __version__
 from service.core import bundle_cache
 from service.core.cpu import vector_features
-from service.memory_limit import memory_limit
+from service.engines.memory_limit import memory_limit
 from service.settings import affinity_cores, cgroup_cores, usable_cores
 
 DESCRIPTION = """\

@@ -28,7 +28,7 @@ from service import __version__
 from service.core.addresses import address, full_name
 from service.core.device_places import Place, device_places
 from service.core.program_name import program_name
-from service.memory_limit import memory_limit
+from service.engines.memory_limit import memory_limit
 from service.observability import logs
 from service.processes.child_process import child_python, drop_early
 from service.processes.supervisor import Processes

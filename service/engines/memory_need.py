@@ -18,7 +18,7 @@ from service.core.device_kind import Slots
 from service.core.device_places import core_groups
 from service.core.device_table import named_kinds
 from service.core.manifest import Graph, Manifest, Memory
-from service.memory_limit import MIB, ROOT, in_mib, memory_limit
+from service.engines.memory_limit import MIB, ROOT, in_mib, memory_limit
 from service.settings import Settings, usable_cores
 
 # Memory of processes without sessions under a flood of requests, measured with Python 3.11 and onnxruntime 1.31.

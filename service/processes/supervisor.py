@@ -27,9 +27,9 @@ import structlog
 
 from service import liveness
 from service.core.device_places import Place
+from service.engines.memory_limit import explain_kill, oom_kills
 from service.keys import Keys, dump_keys
 from service.liveness import LastSign, StallClock
-from service.memory_limit import explain_kill, oom_kills
 from service.processes import child_process
 from service.processes.child_process import ChildProcess
 from service.processes.control_channel import (

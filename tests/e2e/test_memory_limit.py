@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from service.memory_limit import MemoryLimit, read_kills
+from service.engines.memory_limit import MemoryLimit, read_kills
 from service.settings import cgroup_directories
 from tests import samples
 from tests.e2e.conftest import serving, start

@@ -18,7 +18,7 @@ from service.__main__ import bind, bind_unix, main, reserve, serve
 from service.core import device_table
 from service.core.cpu import CPU
 from service.core.cuda import CUDA
-from service.memory_limit import MemoryLimit
+from service.engines.memory_limit import MemoryLimit
 from service.processes import single_process
 from service.server.server import Server
 from service.server.sockets import url_of

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from service.memory_limit import explain_kill, memory_limit, oom_kills
+from service.engines.memory_limit import explain_kill, memory_limit, oom_kills
 
 V2 = {
     "proc/self/cgroup": "0::/pod/app\n",
