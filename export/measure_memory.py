@@ -21,7 +21,6 @@ from service.core.encode import Window
 from service.core.manifest import Graph, Memory
 from service.core.packing import Packed, fill_rows, pack, round_up
 from service.core.session import (
-    RUNTIME_ERRORS,
     TRIAL,
     Session,
     SessionOptions,
@@ -118,11 +117,7 @@ def run_for(seconds: float, session: Session, batch: Packed) -> None:
     """Run a batch, and end the run after this time; the session cannot run another batch then."""
     with TimeLimit(seconds) as limit:
         session.limit_runs(limit)
-        try:
-            session.run(batch)
-        except RUNTIME_ERRORS:
-            if not limit.over:
-                raise
+        session.run(batch)
 
 
 def batch_sizes(max_length: int, unbatched: bool) -> list[int]:

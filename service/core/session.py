@@ -83,7 +83,8 @@ RUNTIME_ERRORS: tuple[type[Exception], ...] = (
 class TimeLimit:
     """A time after which the runtime ends the opening of sessions and their runs, with an error.
 
-    It applies from `with` to the end of the block. over: whether the time was exceeded
+    It applies from `with` to the end of the block, which it ends without the runtime's error.
+    over: whether the time was exceeded
     """
 
     def __init__(self, seconds: float) -> None:
@@ -96,9 +97,10 @@ class TimeLimit:
         self._timer.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_: object) -> bool:
         self._timer.cancel()
         self._limited.clear()
+        return self.over
 
     def apply(self, options: Any) -> None:
         """Limit what uses these options of the runtime, of a session or of its runs."""

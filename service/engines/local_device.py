@@ -305,11 +305,7 @@ class LocalDevice:
             )
         seconds = self._settings.load_timeout_s
         with TimeLimit(seconds) as limit:
-            try:
-                opened = self._open(bundle, limit, proof)
-            except Exception:  # at the time limit, the runtime's
-                if not limit.over:
-                    raise
+            opened = self._open(bundle, limit, proof)
         if limit.over:
             reason = f"opening and testing it takes more than load_timeout_s, {seconds:g} s"
             raise BundleError(bundle.path, reason)
