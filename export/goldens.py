@@ -1,12 +1,13 @@
 """Golden inputs: a few texts of every kind that a served model gets, with PyTorch's outputs for them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from service.core.encode import Encoder, Window, expand
+from service.core.encode import Cut, Encoder, Window, expand
 from service.core.goldens import Golden
+from service.core.label_prompts import classified_texts, label_ids
 from service.core.labelled_entities import label_windows, word_ids
 from service.core.manifest import Head, find_mask_token_id
 from service.core.packing import (
@@ -55,13 +56,17 @@ def golden_encodings(encoder: Encoder, heads: Mapping[str, Head]) -> list[Window
 def first_windows(
     encoder: Encoder, texts: Sequence[str], heads: Mapping[str, Head]
 ) -> list[Window]:
-    """Return the first window of each text; for a zero-shot-ner head with one label more, or with one, in turn."""
-    prompt = next((head.label_prompt for head in heads.values() if head.label_prompt), None)
-    if prompt is None:
+    """Return the first window of each text; for labels of a request with one label more, or with one, in turn."""
+    head = next((head for head in heads.values() if head.label_prompt), None)
+    if head is None or head.label_prompt is None:
         return [item.windows[0] for item in encoder.texts(texts)]
+    prompt = head.label_prompt
+    encode: Callable[..., Sequence[Cut]] = label_windows
     labels = word_ids(encoder, LABELS)
+    if head.scores_texts:
+        encode, labels = classified_texts, [own.ids for own in label_ids(encoder, LABELS, prompt)]
     return [
-        label_windows(encoder, [text], labels[: 1 + number % len(labels)], prompt)[0].windows[0]
+        encode(encoder, [text], labels[: 1 + number % len(labels)], prompt)[0].windows[0]
         for number, text in enumerate(texts)
     ]
 

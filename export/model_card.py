@@ -69,7 +69,7 @@ def _meaning(head: Head) -> str:
     if head.labels:
         return ", ".join(head.labels)
     if head.per_pair:
-        return "entities with the labels of a request"
+        return f"{'scores' if head.scores_texts else 'entities'} with the labels of a request"
     if head.per_mask:
         return f"a score of each of {head.vocabulary_size} tokens at a mask token"
     if head.sparse is not None:

@@ -8,7 +8,7 @@ named heads; `Pretraining` is one with the heads of pretraining.
 Shapes as in `model/bert.py`: T tokens, B sequences, H hidden, C labels, M masked tokens, V vocabulary
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from model.attention import PackedLayout, to_slots
-from model.bert import MaskedLM, NextSentence, Pooler
+from model.attention import PackedLayout, real_slots, to_slots
+from model.bert import ACTIVATIONS, MaskedLM, NextSentence, Pooler
 from model.config import BertConfig
 from model.families.registry import family_of
 from model.pooling import POOLINGS
@@ -233,19 +233,22 @@ class SpanScores(nn.Module):
 
 
 class TokenScores(nn.Module):
-    """Logits of a word as the first, the last and any word of an entity with a label (GLiNER's token level)."""
+    """Logits of a word as the first, the last and any word of an entity with a label (GLiNER's token level).
+
+    outputs: logits of each pair
+    """
 
     PART = 256  # of the inner layer that is in memory for all pairs at once
 
-    def __init__(self, width: int):
+    def __init__(self, width: int, outputs: int = 3):
         super().__init__()
         self.proj_token, self.proj_label = (nn.Linear(width, 2 * width) for _ in range(2))
         self.out_mlp = nn.Sequential(
-            nn.Linear(3 * width, 4 * width), nn.Identity(), nn.ReLU(), nn.Linear(4 * width, 3)
+            nn.Linear(3 * width, 4 * width), nn.Identity(), nn.ReLU(), nn.Linear(4 * width, outputs)
         )
 
     def forward(self, words: Tensor, lengths: Tensor, labels: Tensor, pairs: Tensor) -> Tensor:
-        """`[B, W, D]`, the words of each sequence `[B]`, `[B, C, D]` and `[P]` -> `[P, 3]`."""
+        """`[B, W, D]`, the words of each sequence `[B]`, `[B, C, D]` and `[P]` -> `[P, K]`. K: outputs"""
         each, count = words.shape[1] * labels.shape[1], labels.shape[1]  # W * C, C
         word_of = pairs // count  # [P], of B * W
         label_of = pairs // each * count + pairs - word_of * count  # [P], of B * C
@@ -262,7 +265,7 @@ class TokenScores(nn.Module):
             inner = from_word[:, part].index_select(0, word_of)  # [P, PART]
             inner = inner + from_label[:, part].index_select(0, label_of)
             inner = F.relu(inner + F.linear(product, of_product[part]))
-            logits = logits + F.linear(inner, second.weight[:, part])  # [P, 3]
+            logits = logits + F.linear(inner, second.weight[:, part])  # [P, K]
         return logits
 
 
@@ -281,7 +284,7 @@ class WordLabelScores(nn.Module):
         self.rnn = WordLSTM(width, rnn_layers) if rnn_layers else None
         self.scores = SpanScores(width, max_width) if max_width else TokenScores(width)
 
-    def forward(self, hidden_states: Tensor, of: WordLabels) -> Tensor:
+    def forward(self, hidden_states: Tensor, layout: PackedLayout, of: WordLabels) -> Tensor:
         """`[T, H]` -> `[P, K]`. K: `max_width`, or 3"""
         words, labels = (
             self.projection(hidden_states.index_select(0, index.reshape(-1))).unflatten(
@@ -294,6 +297,84 @@ class WordLabelScores(nn.Module):
         if self.rnn is not None:
             words = self.rnn(words, lengths)
         return self.scores(words, lengths, labels, of.pairs)  # [P, K]
+
+
+class LabelScoring(NamedTuple):
+    """How a GLiClass model computes its scores.
+
+    pooling: of the whole sequence, see `POOLINGS`
+    averages: whether a label's vector is the mean from its token to the next label, or to the end of the sequence
+    after: tokens from the one before a label to the one where its vector begins: 0 or 1
+    has_factors: whether the scores are those of two layers, otherwise products
+    normalizes: whether vectors have length 1, and their products a trained scale
+    has_segments: whether the tokens from the separator on are another segment for the encoder
+    """
+
+    pooling: str = "cls"
+    activation: str = "gelu"
+    averages: bool = False
+    after: int = 0
+    has_factors: bool = False
+    normalizes: bool = False
+    has_segments: bool = False
+
+
+class TextLabelScores(nn.Module):
+    """A logit of each label that a request names, for a text (GLiClass, Stepanov et al. 2025)."""
+
+    def __init__(self, inputs: int, width: int, scoring: LabelScoring):
+        super().__init__()
+        self.scoring, self.pool = scoring, POOLINGS[scoring.pooling]
+        activation = ACTIVATIONS[scoring.activation]
+        self.text, self.label = (Projector(inputs, width, activation) for _ in range(2))
+        self.scores = TokenScores(width, outputs=1) if scoring.has_factors else None
+        self.scale = nn.Parameter(torch.ones(1))
+        self.has_segments = scoring.has_segments
+
+    def forward(self, hidden_states: Tensor, layout: PackedLayout, of: WordLabels) -> Tensor:
+        """`[T, H]` -> `[P, 1]`. A sequence has one word."""
+        batch, words, labels = *of.words.shape, of.labels.shape[1]
+        texts = self.text(self.pool(hidden_states, layout))[:, None]  # [B, 1, H]
+        vectors = self.label(self._labels(hidden_states, layout, of.labels))  # [B, C, H]
+        if self.scoring.normalizes:
+            texts, vectors = (x / (x.norm(dim=-1, keepdim=True) + 1e-8) for x in (texts, vectors))
+        if self.scores is None:
+            logits = (texts * vectors).sum(dim=-1, keepdim=True)  # [B, C, 1]
+        else:
+            every = torch.arange(batch * labels, device=texts.device)  # [B * C]
+            logits = self.scores(texts, layout.lengths, vectors, every)  # [B * C, 1]
+        if self.scoring.normalizes:
+            logits = logits * self.scale
+        logits = logits.view(batch, 1, labels).expand(-1, words, -1)  # [B, W, C]
+        return logits.reshape(-1, 1).index_select(0, of.pairs)  # [P, 1]
+
+    def _labels(self, hidden_states: Tensor, layout: PackedLayout, starts: Tensor) -> Tensor:
+        """The vector of each label, whose first token is given: `[T, H]` and `[B, C]` -> `[B, C, H]`."""
+        if not self.scoring.averages:
+            return hidden_states.index_select(0, starts.reshape(-1)).unflatten(0, starts.shape)
+        firsts = layout.first_indices[:, None]  # [B, 1]
+        following = torch.cat([starts[:, 1:], firsts], dim=1)  # [B, C]
+        end = firsts + layout.lengths[:, None]  # [B, 1]
+        # Padding is the sequence's first token, which is before a label.
+        ends = torch.where(following > starts, following - self.scoring.after, end)  # [B, C]
+        slots = layout.unpack[:, None]  # [B, 1, S], the packed index of each slot's token
+        is_own = (slots >= starts[..., None]) & (slots < ends[..., None])  # [B, C, S]
+        weights = (is_own & real_slots(layout)[:, None]).to(hidden_states.dtype)
+        sums = weights @ to_slots(hidden_states, layout)  # [B, C, H]
+        return sums / weights.sum(dim=-1, keepdim=True).clamp(min=1)
+
+
+class Projector(nn.Module):
+    """Two linear layers with an activation between."""
+
+    def __init__(self, inputs: int, width: int, activation: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.linear_1, self.linear_2 = nn.Linear(inputs, width), nn.Linear(width, inputs)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., H]` -> `[..., H]`."""
+        return self.linear_2(self.activation(self.linear_1(x)))
 
 
 def make_head(config: BertConfig, head: Head) -> nn.Module:
@@ -326,6 +407,8 @@ def make_head(config: BertConfig, head: Head) -> nn.Module:
             width = config.hidden_size
             max_width = head.label_prompt.max_width if head.label_prompt else None
             return WordLabelScores(width, width, 0, max_width)
+        case "zero-shot-classification":
+            return TextLabelScores(config.hidden_size, config.hidden_size, LabelScoring())
 
 
 def make_masked_lm(config: BertConfig) -> nn.Module:
@@ -362,10 +445,12 @@ class EncoderWithHeads(nn.Module):
         """Return these heads' outputs, [B, C], [T, C], [M, V] or [P, K].
 
         positions: packed indices of mask tokens, [M]
-        of: words and labels of zero-shot-ner heads, whose `token_type_ids` mark them and are not for the encoder
+        of: words and labels of heads for labels of a request, whose `token_type_ids` mark them
         """
-        if of is not None:
-            token_type_ids = torch.zeros_like(token_type_ids)  # [T]
+        if of is not None:  # the marks of the text are odd, see `service.core.packing`
+            is_segment = any(getattr(head, "has_segments", False) for head in self.heads.values())
+            zeros = torch.zeros_like(token_type_ids)  # [T]
+            token_type_ids = token_type_ids % 2 if is_segment else zeros
         hidden_states = self.encoder(input_ids, token_type_ids, position_ids, layout)  # [T, H]
         names = self.described if heads is None else heads
         inputs = (hidden_states, input_ids, layout, positions, of)
@@ -381,8 +466,8 @@ class EncoderWithHeads(nn.Module):
         of: WordLabels | None,
     ) -> Tensor:
         head, words = self.heads[name], self.encoder.embeddings.word.weight  # [V, E]
-        if isinstance(head, WordLabelScores):
-            return head(hidden_states, of)  # [P, K]
+        if isinstance(head, WordLabelScores | TextLabelScores):
+            return head(hidden_states, layout, of)  # [P, K]
         if isinstance(head, SparseEmbedding):
             return head(hidden_states, words.to(hidden_states.dtype), layout)  # [B, V]
         if getattr(head, "reads_ids", False):

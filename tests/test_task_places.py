@@ -23,6 +23,7 @@ SERVICE = {
     "sparse-embedding": {"tasks.sparse_embedding", "tasks.reranking", "api.schemas"},
     "hidden-states": set(),  # no endpoint: the heads of other bundles read it
     "zero-shot-ner": {"tasks.labelled_entities"},
+    "zero-shot-classification": {"tasks.zero_shot"},
 }
 EVERY_TASK = {"core.bundle"}
 SEVERAL_TASKS = {
@@ -48,6 +49,7 @@ ELSEWHERE = {
         *("model.heads", "model.data.head_rows", "export.arguments", "export.from_checkpoint"),
     },
     "zero-shot-ner": {"model.heads", "model.checkpoints.gliner"},
+    "zero-shot-classification": {"model.heads", "model.checkpoints.gliclass"},
     "sparse-embedding": {
         *("model.heads", "model.families.spec", "model.checkpoints.reader"),
         *("model.checkpoints.source", "model.checkpoints.bge_heads"),

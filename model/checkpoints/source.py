@@ -16,6 +16,7 @@ from torch import nn
 
 from model.checkpoints.bge_heads import read_further_heads
 from model.checkpoints.errors import CheckpointError
+from model.checkpoints.gliclass import is_gliclass, load_gliclass
 from model.checkpoints.gliner import GLINER, is_gliner, load_gliner
 from model.checkpoints.head_config import (
     Pooling,
@@ -125,10 +126,16 @@ def _static_source(folder: Path, task: Task | None) -> Source:
 
 
 def _read_model(folder: Path, task: Task | None) -> EncoderWithHeads:
-    if is_gliner(folder):
-        if task is not None:
-            raise CheckpointError(f"{folder / GLINER} describes the head: leave out --task {task}")
-        return load_gliner(folder)
+    for is_own, load, file in (
+        (is_gliner, load_gliner, GLINER),
+        (is_gliclass, load_gliclass, "config.json"),
+    ):
+        if is_own(folder):
+            if task is not None:
+                raise CheckpointError(
+                    f"{folder / file} describes the head: leave out --task {task}"
+                )
+            return load(folder)
     if not (folder / "modules.json").is_file():
         return load_model(folder, task)
     own: Task = "classification" if is_cross_encoder(folder) else "embedding"

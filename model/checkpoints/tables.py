@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from model.checkpoints.config_table import CONFIG_TABLES, unknown_settings
+from model.checkpoints.gliclass import is_gliclass
 from model.checkpoints.json_files import read_optional_object
 from model.checkpoints.sentence_config import (
     SENTENCE_TABLES,
@@ -47,7 +48,8 @@ def insert(text: str, table: str) -> str:
 def unread_settings(folder: Path) -> str:
     """Return the settings that no library reads: `config.json: a, b; 1_Pooling/config.json: c`. Empty for none."""
     path = encoder_folder(folder) / "config.json"
-    document = {} if static_folder(folder) is not None else read_optional_object(path)
+    is_other = static_folder(folder) is not None or is_gliclass(folder)
+    document = {} if is_other else read_optional_object(path)
     names = {str(path.relative_to(folder)): unknown_settings(document)}
     names |= unknown_sentence_settings(folder)
     return "; ".join(f"{file}: {', '.join(unknown)}" for file, unknown in names.items() if unknown)

@@ -182,7 +182,7 @@ async def similarity(request: Request) -> Response:
 
 @router.post("/zero-shot", **openapi.task(ZeroShotRequest, ZeroShotResponse))
 async def zero_shot(request: Request) -> Response:
-    """The given labels and their scores for each text, by a head that was trained on entailment."""
+    """The given labels and their scores for each text, by a head that was trained on entailment or for any label."""
     call = await receive_call(request, ZeroShotRequest)
     return await call.answer(call.body, "result", each(label))
 

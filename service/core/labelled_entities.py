@@ -5,7 +5,6 @@ A window has the tokens of all labels, then a part of the text. Its token types 
 n tokens, W words of a window, C labels, K scores of a word and a label
 """
 
-import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -16,14 +15,11 @@ from numpy.typing import NDArray
 
 from service.core.decode import EntitySpan, Floats, most_context, sigmoid
 from service.core.encode import Encoded, Encoder, Encoding, TextError, Truncate, cut
+from service.core.label_prompts import prompt_tokens
 from service.core.manifest import LabelPrompt
-from service.core.packing import LABEL, WORD, Ints
+from service.core.packing import WORD, Ints
 
 WORDS = re.compile(r"\w+(?:[-_]\w+)*|\S")  # the words of GLiNER's texts
-
-
-class LabelsError(ValueError):
-    """Labels that leave too little of a window for the text."""
 
 
 def word_ids(encoder: Encoder, words: Sequence[str]) -> list[list[int]]:
@@ -49,15 +45,8 @@ def label_windows(
     Raises LabelsError where the labels fill more than half a window.
     """
     first, last = encoder.single_frame
-    parts = [[prompt.label_token_id, *own] for own in labels]
-    before = [*first.tolist(), *itertools.chain.from_iterable(parts), prompt.separator_id]
-    count = len(before) - len(first)
-    if count > encoder.longest_prompt:
-        most = encoder.longest_prompt
-        raise LabelsError(f"labels of {count} tokens do not fit: at most {most}, half of a window")
-    types = np.zeros(len(before), np.int64)
-    places = np.cumsum([len(first), *(len(part) for part in parts[:-1])])
-    types[places + prompt.after_label_token] = LABEL
+    ids, types = prompt_tokens(encoder, labels, prompt)
+    before, types = np.append(first, ids), np.append(np.zeros_like(first), types)
     capacity = encoder.max_length - len(before) - len(last)
 
     def build(text: _Words) -> Encoding:

@@ -34,6 +34,7 @@ Task = Literal[
     "sparse-embedding",
     "hidden-states",  # of the shared encoder, for the heads of other bundles
     "zero-shot-ner",
+    "zero-shot-classification",
 ]
 Precision = Literal["fp32", "fp16", "int8"]
 GraphLayout = Literal["packed", "portable", "padded", "alone"]
@@ -52,6 +53,7 @@ EMBEDDING_FIELDS = (
     *("prompts", "default_prompt", "include_prompt", "input_type"),
     *("matryoshka_dimensions", "quantization_ranges"),
 )
+LABELS_BY_REQUEST: tuple[Task, ...] = ("zero-shot-ner", "zero-shot-classification")
 # One output row per token.
 PER_TOKEN: frozenset[str] = frozenset({"ner", "qa", "late-interaction", "hidden-states"})
 # Tasks whose results are vectors.
@@ -129,9 +131,10 @@ class Sparse(_Record):
 
 
 class LabelPrompt(_Record):
-    """How a zero-shot-ner head (GLiNER) reads the labels of a request, and what its scores mean.
+    """How a head reads the labels of a request (GLiNER, GLiClass), and what its scores mean.
 
     label_token_id, separator_id: tokens before each label, and after the last one
+    text_first: whether the labels follow the text
     after_label_token: whether a label's vector is that of the token after `label_token_id`, and not of that token
     max_width: words of the longest span, each of whose widths has a score at its first word; None for scores of each
         word as the first, the last and any word of an entity
@@ -140,6 +143,7 @@ class LabelPrompt(_Record):
     label_token_id: int = Field(ge=0)
     separator_id: int = Field(ge=0)
     after_label_token: bool = False
+    text_first: bool = False
     max_width: int | None = Field(default=None, ge=1, le=64)
 
 
@@ -203,10 +207,9 @@ class Head(_Record):
             raise ValueError("a sparse-embedding head needs sparse and its vocabulary_size")
         if self.sparse is not None and self.task != "sparse-embedding":
             raise ValueError(f"sparse: not for a head of the task {self.task}")
-        if (self.label_prompt is None) == (self.task == "zero-shot-ner"):
-            raise ValueError(
-                "label_prompt: a zero-shot-ner head needs it, and no other head has it"
-            )
+        if (self.label_prompt is None) == (self.task in LABELS_BY_REQUEST):
+            tasks = " or ".join(LABELS_BY_REQUEST)
+            raise ValueError(f"label_prompt: a {tasks} head needs it, and no other head has it")
         if self.per_mask and (self.mask_token_id is None or self.vocabulary_size is None):
             raise ValueError("a fill-mask head needs its mask_token_id and its vocabulary_size")
         return self
@@ -296,7 +299,7 @@ class Head(_Record):
         if self.sparse is not None and self.sparse.source == "tokens":
             return 1
         if self.label_prompt is not None:
-            return self.label_prompt.max_width or 3
+            return 1 if self.scores_texts else self.label_prompt.max_width or 3
         sizes = (len(self.labels), self.dimensions, self.vocabulary_size)
         return 2 if self.task == "qa" else next(filter(None, sizes), 0)
 
@@ -315,6 +318,11 @@ class Head(_Record):
     def per_pair(self) -> bool:
         """Whether the output has a row for each word with each label, see `packing.word_label_pairs`."""
         return self.label_prompt is not None
+
+    @property
+    def scores_texts(self) -> bool:
+        """Whether the labels of a request have a score for a whole text, which then has one word."""
+        return self.task == "zero-shot-classification"
 
     @property
     def gives_vectors(self) -> bool:
@@ -540,7 +548,9 @@ class Manifest(_Record):
         if max(prompt.label_token_id, prompt.separator_id) >= rows:
             raise ValueError(f"{name}: a token id is not below the size of the vocabulary, {rows}")
         if len(self.heads) > 1:  # token types mark words and labels, and are no segments
-            raise ValueError(f"{name}: a zero-shot-ner head must be the only one of its bundle")
+            raise ValueError(
+                f"{name}: a {self.heads[name].task} head must be the only one of its bundle"
+            )
 
     def _check_late_interaction(self, name: str, late: LateInteraction) -> None:
         for field in ("query_length", "document_length", "query_expansion"):

@@ -23,9 +23,10 @@ MOST_MASKS = 32
 # memory-efficient attention requires a multiple of 8 for a bias.
 SLOT_MULTIPLE = 16
 
-# The token types of a window for a zero-shot-ner head, in place of the tokenizer's: the first token of each word of the
-# text, and the token whose vector is a label's.
-WORD, LABEL = 1, 2
+# The token types of a window for a head with a `label_prompt`, in place of the tokenizer's: the first token of each
+# word of the text, and the token whose vector is a label's. A window of a zero-shot-classification head has one word,
+# the separator, and TEXT after it.
+WORD, LABEL, TEXT = 1, 2, 3
 
 Ints = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -137,7 +138,7 @@ def count_masks(window: Window, heads: Collection[Head]) -> int:
 
 
 class Pairs(NamedTuple):
-    """The pairs of a batch's words and labels, for zero-shot-ner heads.
+    """The pairs of a batch's words and labels, for heads with a `label_prompt`.
 
     words   [B, W]  packed index of each word's first token; after a sequence's last word that of its first token
     labels  [B, C]  packed index of each label's token, padded in the same way

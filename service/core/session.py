@@ -179,7 +179,7 @@ class Session:
         if self._mask_token_id is not None and "positions" not in self._inputs:
             raise BundleError(bundle.path, f"{graph.file} has a fill-mask head without `positions`")
         if any(head.per_pair for head in self.heads.values()) and "pairs" not in self._inputs:
-            raise BundleError(bundle.path, f"{graph.file} has a zero-shot-ner head without `pairs`")
+            raise BundleError(bundle.path, f"{graph.file} has a head with labels without `pairs`")
 
     def tolerance_of(self, manifest: Manifest) -> Tolerance:
         """Return the tolerance of a bundle's goldens where this session computes its heads or their states."""
@@ -239,7 +239,7 @@ class Session:
         return mask_positions(packed, self._mask_token_id)
 
     def _pairs(self, packed: Packed) -> Pairs | None:
-        """Return the pairs of words and labels; None for a graph without a zero-shot-ner head."""
+        """Return the pairs of words and labels; None for a graph without a head for labels of a request."""
         return word_label_pairs(packed) if "pairs" in self._inputs else None
 
     def _run(
@@ -313,7 +313,7 @@ def packed_feeds(packed: Packed, inputs: Collection[str]) -> Feeds:
 
 
 def pair_feeds(pairs: Pairs) -> Feeds:
-    """Return the inputs of a graph with a zero-shot-ner head, of which the first pair is dropped if it has none."""
+    """Return the inputs of a graph for labels of a request, of which the first pair is dropped if it has none."""
     one = pairs.pairs if len(pairs.pairs) else np.zeros(1, np.int64)
     return {"words": pairs.words, "labels": pairs.labels, "pairs": one}
 

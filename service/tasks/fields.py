@@ -3,7 +3,8 @@
 A task is a record of its inputs and options. The native request for it has the same fields.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Literal
 
 from pydantic import (
@@ -17,6 +18,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from service.core.decode import OffsetUnit
+from service.core.label_prompts import LabelsError
 from service.errors import InvalidInput, TooLarge
 
 MOST_LOGITS = 2**25  # of a request, over the vocabulary; 128 MiB until they are decoded
@@ -96,6 +98,15 @@ def check_aligned(inputs: Sequence[str], text_pair: Sequence[str] | None) -> Non
     if text_pair is not None and len(text_pair) != len(inputs):
         counts = f"{len(text_pair)} texts, inputs has {len(inputs)}"
         raise InvalidInput(f"text_pair has {counts}; they must align", param="text_pair")
+
+
+@contextmanager
+def labels_that_fit() -> Iterator[None]:
+    """Refuse a request whose labels leave too little of a window for the text."""
+    try:
+        yield
+    except LabelsError as error:
+        raise InvalidInput(f"{error}: name fewer or shorter labels", param="labels") from None
 
 
 def check_logits(count: int, what: str, vocabulary_size: int) -> None:

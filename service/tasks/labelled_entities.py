@@ -7,12 +7,7 @@ from pydantic import BeforeValidator, Field
 
 from service.core.decode import EntitySpan, Floats, to_utf16
 from service.core.encode import Encoded
-from service.core.labelled_entities import (
-    LabelsError,
-    label_windows,
-    labelled_entities,
-    word_ids,
-)
+from service.core.labelled_entities import label_windows, labelled_entities, word_ids
 from service.engines.engine import Engine
 from service.engines.task_plan import (
     CHARACTER_BYTES,
@@ -22,9 +17,17 @@ from service.engines.task_plan import (
     characters,
     one_head,
 )
-from service.errors import InvalidInput, UnknownHead
+from service.errors import UnknownHead
 from service.scheduling.entries import Heads
-from service.tasks.fields import Inputs, NotBlank, Positions, TruncateField, Windowed, as_list
+from service.tasks.fields import (
+    Inputs,
+    NotBlank,
+    Positions,
+    TruncateField,
+    Windowed,
+    as_list,
+    labels_that_fit,
+)
 
 THRESHOLD = 0.5
 ListOfLabels = Annotated[list[NotBlank], Field(min_length=1)]
@@ -60,14 +63,10 @@ class LabelledEntities(Inputs, Windowed, Positions):
 
         def encode(part: slice) -> Sequence[Encoded]:
             texts, truncate = self.inputs[part], self.truncate
-            try:
+            with labels_that_fit():
                 return label_windows(
                     encoder, texts, label_ids.items, prompt, truncate=truncate, stride=stride
                 )
-            except LabelsError as error:
-                raise InvalidInput(
-                    f"{error}: name fewer or shorter labels", param="labels"
-                ) from None
 
         def entities(index: int, item: Encoded, outputs: list[Floats]) -> list[EntitySpan]:
             text = self.inputs[index]

@@ -1,4 +1,4 @@
-"""Zero-shot classification: labels that a request names, by a head that was trained on entailment."""
+"""Zero-shot classification: labels that a request names, by a head that was trained on entailment or for any label."""
 
 import itertools
 from collections.abc import Sequence
@@ -10,12 +10,13 @@ from pydantic_core import PydanticCustomError
 from service.core import decode
 from service.core.decode import Floats, LabelScore
 from service.core.encode import Cut, Encoder, TextError, TextIds
+from service.core.label_prompts import classified_texts, label_ids, label_scores
 from service.core.manifest import Head
 from service.engines.engine import Engine
 from service.engines.task_plan import Shared, TaskPlan, characters, labels_bytes, one_head
 from service.errors import UnknownHead
 from service.scheduling.entries import Heads
-from service.tasks.fields import Inputs, NotBlank, Texts
+from service.tasks.fields import Inputs, NotBlank, Texts, labels_that_fit
 
 ENTAILMENT, CONTRADICTION = "entail", "contra"  # beginnings of labels, in lower case
 TEMPLATE = "This example is {}."  # of transformers' pipeline
@@ -31,11 +32,17 @@ Template = Annotated[NotBlank, BeforeValidator(check_template)]
 
 
 class ZeroShot(Inputs):
-    """The labels of each text by falling score, each from the text with a hypothesis that names the label."""
+    """The labels of each text by falling score.
+
+    A head that was trained on entailment reads the text with a hypothesis for each label. A zero-shot-classification
+    head (GLiClass) reads all labels together with the text.
+    """
 
     labels: Texts = Field(description="one label, or several")
-    hypothesis_template: Template = Field(
-        TEMPLATE, description="the hypothesis about a label, which replaces {}"
+    hypothesis_template: Template | None = Field(
+        None,
+        description=f"the text about a label, which replaces {{}}; when absent {TEMPLATE!r}, or the label alone for a"
+        " zero-shot-classification head",
     )
     multi_label: bool = Field(
         False, description="whether several labels may hold together, each with a score of its own"
@@ -43,29 +50,34 @@ class ZeroShot(Inputs):
     truncate: bool = Field(True, description="cut a long text (true) or refuse it (false)")
 
     def plan(self, engine: Engine, heads: Heads) -> TaskPlan[Cut, list[LabelScore]]:
-        name = select_entailment(engine, heads)
-        entailment, contradiction = entailment_labels(engine.manifest.heads[name])
-        template, encoder = self.hypothesis_template, engine.encoder
+        name = select_zero_shot(engine, heads)
+        head, encoder = engine.manifest.heads[name], engine.encoder
+        prompt = head.label_prompt
+        template = self.hypothesis_template or ("{}" if prompt else TEMPLATE)
         places = template.count("{}")
         sizes = [len(template) + places * (len(label) - len("{}")) for label in self.labels]
 
         def read(part: slice) -> Sequence[TextIds]:
-            return encoder.text_ids([template.replace("{}", one) for one in self.labels[part]])
+            texts = [template.replace("{}", one) for one in self.labels[part]]
+            return label_ids(encoder, texts, prompt) if prompt else encoder.text_ids(texts)
 
-        hypotheses = Shared("labels[{}] in hypothesis_template", sizes, read)
+        shared = Shared("labels[{}] in hypothesis_template", sizes, read)
 
         def encode(part: slice) -> Sequence[Cut]:
-            encoded, too_long = [], {}
-            for index, text in enumerate(encoder.text_ids(self.inputs[part])):
-                try:
-                    encoded.append(self._pair(encoder, text, hypotheses.items))
-                except TextError as error:
-                    too_long[index] = error
-            if too_long:
-                raise TextError([*too_long], next(iter(too_long.values())).reason)
-            return encoded
+            if prompt is None:
+                return self._pairs(encoder, self.inputs[part], shared.items)
+            texts, ids, truncate = (
+                self.inputs[part],
+                [own.ids for own in shared.items],
+                self.truncate,
+            )
+            with labels_that_fit():
+                return classified_texts(encoder, texts, ids, prompt, truncate=truncate)
 
         def labels(_: int, item: Cut, outputs: list[Floats]) -> list[LabelScore]:
+            if prompt is not None:
+                return label_scores(outputs[0], self.labels, multi_label=self.multi_label)
+            entailment, contradiction = entailment_labels(head)
             return decode.zero_shot(
                 outputs,
                 self.labels,
@@ -80,9 +92,22 @@ class ZeroShot(Inputs):
             encode,
             one_head(name, labels),
             lambda *_: labels_bytes(self.labels),
-            shared=hypotheses,
-            sequences=len(self.labels),
+            shared=shared,
+            sequences=1 if prompt else len(self.labels),
         )
+
+    def _pairs(
+        self, encoder: Encoder, texts: Sequence[str], hypotheses: Sequence[TextIds]
+    ) -> list[Cut]:
+        encoded, too_long = [], {}
+        for index, text in enumerate(encoder.text_ids(texts)):
+            try:
+                encoded.append(self._pair(encoder, text, hypotheses))
+            except TextError as error:
+                too_long[index] = error
+        if too_long:
+            raise TextError([*too_long], next(iter(too_long.values())).reason)
+        return encoded
 
     def _pair(self, encoder: Encoder, text: TextIds, hypotheses: Sequence[TextIds]) -> Cut:
         """Return one window for each hypothesis."""
@@ -91,19 +116,23 @@ class ZeroShot(Inputs):
         return Cut(tuple(windows), any(pair.truncated for pair in pairs))
 
 
-def select_entailment(engine: Engine, wanted: Heads) -> str:
-    """Return the wanted head, or the first head with an entailment label if there is none. Raises UnknownHead."""
+def select_zero_shot(engine: Engine, wanted: Heads) -> str:
+    """Return the wanted head, or the first one that scores labels of a request. Raises UnknownHead."""
     heads = engine.manifest.heads
     found = [
         name
         for name, head in heads.items()
-        if head.task == "classification" and _index(head, ENTAILMENT) is not None
+        if head.task == "zero-shot-classification"
+        or (head.task == "classification" and _index(head, ENTAILMENT) is not None)
     ]
     name = wanted[0] if wanted else next(iter(found), None)
     if name not in found:
         what = f"no head {name!r}" if name else "no head"
         has = ", ".join(found) or "none"
-        reason = f"{engine.id} has {what} with a label that begins with {ENTAILMENT!r}"
+        reason = (
+            f"{engine.id} has {what} of the task zero-shot-classification, or with a label that begins with"
+            f" {ENTAILMENT!r}"
+        )
         raise UnknownHead(f"{reason}; such heads: {has}", param="head")
     return name
 

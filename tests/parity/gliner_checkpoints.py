@@ -95,7 +95,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_tokenizer(encoder: str) -> tokenizers.Tokenizer:
+def make_tokenizer(encoder: str, markers: tuple[str, ...] = MARKERS) -> tokenizers.Tokenizer:
     """Return a small tokenizer of the encoder's kind, whose vocabulary no trainer decides."""
     if encoder == "deberta-v2":
         pieces = [*SPECIAL, "\u2581", *(f"\u2581{piece}" for piece in PIECES), *PIECES, *CHARACTERS]
@@ -119,7 +119,7 @@ def make_tokenizer(encoder: str) -> tokenizers.Tokenizer:
         made.normalizer = normalizers.BertNormalizer()
         made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         made.decoder = decoders.WordPiece()
-    made.add_special_tokens([*SPECIAL, *MARKERS])
+    made.add_special_tokens([*SPECIAL, *markers])
     made.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]",
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",
@@ -160,12 +160,23 @@ def make_tensor(name: str, shape: list[int]) -> "np.ndarray[Any, Any]":
 
 def save(folder: Path, case: str, shapes: dict[str, list[int]]) -> Path:
     """Write a checkpoint's directory, as `save_pretrained` does; returns it."""
+    tokenizer = make_tokenizer(CASES[case]["encoder"])
+    return write(folder, "gliner_config.json", gliner_config(case), tokenizer, shapes)
+
+
+def write(
+    folder: Path,
+    name: str,
+    config: dict[str, Any],
+    tokenizer: tokenizers.Tokenizer,
+    shapes: dict[str, list[int]],
+) -> Path:
+    """Write a configuration, a tokenizer and weights of these shapes; returns the directory."""
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    config = gliner_config(case)
-    (folder / "gliner_config.json").write_text(json.dumps(config), encoding="utf-8")
-    make_tokenizer(CASES[case]["encoder"]).save(str(folder / "tokenizer.json"))
+    (folder / name).write_text(json.dumps(config), encoding="utf-8")
+    tokenizer.save(str(folder / "tokenizer.json"))
     names = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "cls", "sep", "unk", "mask")}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 512, **names}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")

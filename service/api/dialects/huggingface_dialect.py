@@ -48,7 +48,7 @@ from service.tasks.fields import AtLeastOne, AtLeastZero, ServedName, Strict, Te
 from service.tasks.mask_filling import MaskFilling
 from service.tasks.question_answering import QuestionAnswering
 from service.tasks.similarity import Similarity
-from service.tasks.zero_shot import TEMPLATE, Template, ZeroShot
+from service.tasks.zero_shot import Template, ZeroShot
 
 PREFIX = "hf"
 TAG = "Hugging Face Inference API"
@@ -408,13 +408,13 @@ async def fill_masks(call: Call[HfMaskRequest]) -> Response:
 
 
 async def classify_zero_shot(call: Call[HfZeroShotRequest]) -> Response:
-    """The labels of the request by falling score, by a head that was trained on entailment."""
+    """The labels of the request by falling score, by a head that was trained on entailment or for any label."""
     given = call.body.parameters
     task = ZeroShot(
         inputs=call.body.inputs.texts,
         labels=given.candidate_labels,
         multi_label=given.multi_label or False,
-        hypothesis_template=given.hypothesis_template or TEMPLATE,
+        hypothesis_template=given.hypothesis_template,
     )
     return of_inputs(call, await call.compute(task), each(label))
 

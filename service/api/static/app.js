@@ -59,7 +59,7 @@ const TASKS = {
     show: showRanking,
   },
   "zero-shot": {
-    reads: entails,
+    reads: (head) => entails(head) || head.task === "zero-shot-classification",
     path: "zero-shot",
     empty: "Your labels and their scores will appear here.",
     request: ({ inputs, labels, multi_label }) => ({ inputs, labels: lines(labels), multi_label }),
