@@ -11,12 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from service.core.data_files import sources
+from service.core.data_files import rows, sources
+from service.core.data_files.columns import TRAINING
 from service.core.data_files.text_files import DataError, read_lines
 
 LOGGER = logging.getLogger(__name__)
 TAG = re.compile(r"O|[BIESULMW]-.+")  # BIO, IOB1, BIOES, BILOU, BMEWO
 CHUNK = re.compile(r"O|[BI]-(NP|VP|PP|ADVP|ADJP|SBAR|PRT|CONJP|INTJ|LST|UCP|NC|VC|PC)")  # phrases
+FIELDS = {"tokens", "tags"}
 LANGUAGE = re.compile(r"([a-z]{2,3}(?:-[a-z]+)*:).+")  # before each word of WikiANN's files
 
 
@@ -67,6 +69,9 @@ def _sentences(path: Path) -> list[list[Token]]:
         elif not line.startswith(("# ", "#\t")) or TAG.fullmatch(cells[-1]):
             sentences[-1].append(Token(number, [cell.strip() for cell in cells]))
     sentences = [sentence for sentence in sentences if sentence]
+    if sentences and rows.recognized(TRAINING["ner"], sentences[0][0].cells).keys() >= FIELDS:
+        sentences[0].pop(0)  # the names of the columns
+        sentences = [sentence for sentence in sentences if sentence]
     first = sentences[0][0] if sentences else None
     for line, cells in (token for sentence in sentences for token in sentence):
         if len(cells) < 2:
@@ -110,7 +115,7 @@ def _recognize(
 def _named(path: Path, query: str, columns: Sequence[Sequence[str]]) -> tuple[int, int]:
     found = dict(sources.read_columns(query))
     numbers = [*map(str, range(1, len(columns) + 1))]
-    if found.keys() != {"tokens", "tags"} or not {*found.values()} <= {*numbers}:
+    if found.keys() != FIELDS or not {*found.values()} <= {*numbers}:
         raise DataError(
             f"{path}: has no named columns, but the numbers 1 to {len(columns)}, such as ?tokens=1&tags=2;"
             f" not ?{query}"

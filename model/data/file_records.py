@@ -6,17 +6,19 @@ table are text; a cell with a list is JSON, or words (`tokens`, `tags`) or names
 
 import json
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from model.data import conll, spans
 from service.core.data_files import rows
-from service.core.data_files.columns import Needs, choose, fits
-from service.core.data_files.rows import Format
+from service.core.data_files.columns import Needs, choose, fits, normalize
+from service.core.data_files.rows import Format, Table
 from service.core.data_files.text_files import DataError
 
 MULTI_LABEL = "multi_label_classification"
+SENTENCE = re.compile(r"sent(ence)?(_?(id|idx|index|no|number|#))?")  # the column with its number
 
 
 class Fields(dict[str, Any]):
@@ -53,6 +55,11 @@ def read_table(path: Path, needs: Needs, query: str, problem_type: str | None) -
     Raises DataError naming file, line, column and value.
     """
     table = rows.open_table(path, needs, query)
+    if table.places.keys() >= conll.FIELDS:
+        table = table._replace(rows=iter(every := [*table.rows]))
+        if has_a_word_per_row(table, every):
+            yield from _sentences(path, table)
+            return
     answer = table.names.index("answer") if "answer" in table.names else None
     readers = {field: _cell_reader(field, problem_type) for field in table.chosen}
     left_out = 0
@@ -73,6 +80,44 @@ def read_table(path: Path, needs: Needs, query: str, problem_type: str | None) -
                 fields[field] = value
         yield where, Fields(fields, table.chosen)
     log_left_out(path, left_out)
+
+
+def has_a_word_per_row(table: Table, every: Sequence[tuple[str, list[str]]]) -> bool:
+    """Return whether no row has several tags, and so each row has one word."""
+    tags = [cells[table.places["tags"]].split() for _, cells in every]
+    return len(tags) > 1 and all(len(own) < 2 and "[" not in own[:1] for own in tags)
+
+
+def _sentences(path: Path, table: Table) -> Iterator[Record]:
+    """Yield the sentences of a table with a word and its tag in each row.
+
+    A sentence ends at an empty line or row, or where the column with the number of its sentence has another value.
+    Raises DataError for a row without a word or a tag, and for a table in which nothing ends a sentence.
+    """
+    number = next(
+        (n for n, name in enumerate(table.names) if SENTENCE.fullmatch(normalize(name))), None
+    )
+    found: list[Record] = []
+    last_line, last_number = 0, ""
+    for where, cells in table.rows:
+        word, tag = (cells[table.places[field]].strip() for field in ("tokens", "tags"))
+        if not any(map(str.strip, cells)):
+            continue
+        if not word or not tag:
+            missing = table.chosen["tags" if word else "tokens"]
+            raise DataError(f"{where}: no {missing}: fill the cell, or remove the row")
+        line = int(where.rpartition(":")[2])
+        own_number = last_number if number is None else cells[number].strip() or last_number
+        if line != last_line + 1 or own_number != last_number:
+            found.append((where, Fields({"tokens": [], "tags": []}, table.chosen)))
+        found[-1][1]["tokens"].append(word)
+        found[-1][1]["tags"].append(tag)
+        last_line, last_number = line, own_number
+    if number is None and len(found) == 1:
+        raise DataError(
+            f"{path}: nothing ends a sentence: add empty lines, or a column sentence_id"
+        )
+    yield from found
 
 
 def read_objects(path: Path, needs: Needs, query: str, *, lines: bool) -> Iterator[Record]:

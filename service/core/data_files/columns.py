@@ -29,8 +29,8 @@ TEXTS = (
 )
 # Further names of fields, unless they are fields of the task; the field's own name is preferred.
 ALSO = {
-    "tags": ("ner_tags",),
-    "tokens": ("words",),
+    "tags": ("ner_tags", "ner_tag", "tag"),
+    "tokens": ("words", "word", "token"),
     "score": ("similarity_score",),
     "answer": ("answer_text",),
     "label": ("labels", "accept"),

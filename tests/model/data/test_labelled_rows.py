@@ -120,13 +120,44 @@ def test_two_columns_of_tags(tmp_path):
     [
         (["Bonn B-LOC", "10 000 O"], "a.conll:2: 3 columns, and line 1 has 2"),
         (["Bonn B-LOC", "won"], "a.conll:2: not a token and its tag .*: 'won'"),
-        (["word tag", "Bonn B-LOC"], "a.conll:1: not a token and its tag .*: 'word tag'"),
         (["Bonn LOC", "won O"], "a.conll:1: not a token and its tag"),
     ],
 )
 def test_wrong_columns(tmp_path, lines, message):
     with pytest.raises(DataError, match=message):
         labelled_rows.read(write(tmp_path / "a.conll", *lines), "ner")
+
+
+WORD_ROWS = {
+    "lines.csv": ["word,tag", "New York,B-LOC", '",",O', "", "Ada,B-PER"],
+    "rows.csv": ["tokens;tags", "New York;B-LOC", ",;O", ";", "Ada;B-PER"],
+    "numbers.csv": ["sentence_id,Word,Tag", "1,New York,B-LOC", '1,",",O', "2,Ada,B-PER"],
+    "first.csv": ["Sentence #,Word,POS,Tag", "1,New York,NNP,B-LOC", ',",",:,O', "2,Ada,NNP,B-PER"],
+    "lines.tsv": ["word\ttag", "New York\tB-LOC", ",\tO", "", "Ada\tB-PER"],
+    "lines.conll": ["token\tner_tag", "New York\tB-LOC", ",\tO", "", "Ada\tB-PER"],
+}
+
+
+@pytest.mark.parametrize("name", WORD_ROWS)
+def test_a_word_in_each_row(tmp_path, name):
+    """An empty line or row ends a sentence, or the column with its number."""
+    first, second = labelled_rows.read(write(tmp_path / name, *WORD_ROWS[name]), "ner")
+    assert (first.words, first.tags) == (["New York", ","], ["B-LOC", "O"])
+    assert (second.words, second.tags) == (["Ada"], ["B-PER"])
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["Ada,B-PER", "won,O"], "a.csv: nothing ends a sentence: add empty lines, or a column"),
+        (["Ada,B-PER", "", ",O"], "a.csv:4: no word: fill the cell, or remove the row"),
+        (["Ada,B-PER", "", "won,"], "a.csv:4: no tag: fill the cell, or remove the row"),
+        (["Ada,B-PER", "", "won,X"], "a.csv:4: a tag may not be 'X'"),
+    ],
+)
+def test_wrong_rows_of_words(tmp_path, lines, message):
+    with pytest.raises(DataError, match=message):
+        labelled_rows.read(write(tmp_path / "a.csv", "word,tag", *lines), "ner")
 
 
 def test_a_word_may_hold_blanks_of_other_kinds(tmp_path):
