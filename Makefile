@@ -24,6 +24,13 @@ DEVICE := cpu
 RUN  := $(VENV)/bin/python
 # ARGS select tests of a target, which then run in one process; without ARGS, several workers share all tests.
 TEST_OPTIONS := --durations 10 $(or $(ARGS),--numprocesses auto --maxprocesses 4 --dist loadfile)
+# A test that fails is run again by itself, because others on the same cores can make it late. A test that then passes
+# stands in the output as failed once. Only status 1 means that all tests ran and some failed.
+define run_tests
+@echo "Running $(2)"
+@OMP_NUM_THREADS=1 $(RUN) -m pytest -m "$(1)" $(TEST_OPTIONS) || { test $$? -eq 1 && echo "Repeating the tests that failed" && \
+    OMP_NUM_THREADS=1 $(RUN) -m pytest -m "$(1)" --last-failed --last-failed-no-failures none $(ARGS); }
+endef
 PIP  := $(RUN) -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
@@ -48,12 +55,10 @@ train: $(VENV)/.test ## Train a head on DATA and write bundles/NAME, or its next
 setup: $(VENV)/.test ## Install the requirements of training, export and tests
 
 test: check ## Run make check, then every test without a marker (some minutes; ARGS="-k ..." for some)
-	@echo "Running the tests without a marker"
-	@OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not slow and not exclusive and not nightly" $(TEST_OPTIONS)
+	$(call run_tests,not slow and not exclusive and not nightly,the tests without a marker)
 
 test-all: client-environments ## Run the slow and the exclusive tests: with make test, all that CI runs (ARGS="-k ..." for some)
-	@echo "Running the slow and the exclusive tests"
-	@OMP_NUM_THREADS=1 $(RUN) -m pytest -m "(slow or exclusive) and not nightly" $(TEST_OPTIONS)
+	$(call run_tests,(slow or exclusive) and not nightly,the slow and the exclusive tests)
 
 nightly: client-environments ## Run soaks, storms, overload and thousands of inputs, then make chaos, fuzz and versions (hours)
 	@echo "Running the nightly tests"
