@@ -25,7 +25,7 @@ SERVICE = {
     "zero-shot-ner": {"tasks.labelled_entities"},
     "zero-shot-classification": {"tasks.zero_shot"},
 }
-EVERY_TASK = {"core.bundle"}
+EVERY_TASK = {"core.manifest"}
 SEVERAL_TASKS = {
     *("bulk.output_files", "bulk.predictor", "bulk.rows"),
     "tasks.analysis",

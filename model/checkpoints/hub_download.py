@@ -18,6 +18,7 @@ from pathlib import Path
 from model.checkpoints.errors import INSTALL_HUB, CheckpointError
 from model.checkpoints.head_config import CARD
 from model.checkpoints.sentence_config import (
+    METADATA,
     MODULES,
     ROOT,
     ROUTER_FILE,
@@ -33,7 +34,7 @@ from service.core.remote_files import copy, files_at
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 GLINER = "gliner_config.json"
-CONFIG_FILES = ("config.json", GLINER, "heads.json", "provenance.json", ADAPTER)
+CONFIG_FILES = ("config.json", GLINER, METADATA, "heads.json", "provenance.json", ADAPTER)
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.txt", "vocab.json", "merges.txt"),

@@ -1,7 +1,7 @@
-"""Late interaction (ColBERT): how a directory of `MultiVectorEncoder` or PyLate reads and compares texts.
+"""Late interaction: how a directory of `MultiVectorEncoder`, PyLate or the first ColBERT code reads and compares texts.
 
-`MultiVectorEncoder` is a class of sentence-transformers; it also reads what PyLate wrote, whose settings are all in
-`config_sentence_transformers.json`.
+`MultiVectorEncoder` is a class of sentence-transformers; it also reads what the other two wrote. PyLate's settings are
+all in `config_sentence_transformers.json`, those of the first code in `artifact.metadata`.
 """
 
 import string
@@ -15,10 +15,12 @@ from tokenizers import AddedToken, Tokenizer
 from model.checkpoints.errors import CheckpointError
 from model.checkpoints.json_files import read_object, read_optional_object
 from model.checkpoints.sentence_config import (
+    EXPANDED,
     MASK_TABLE,
     PYLATE_SETTINGS,
     ROOT,
     encoder_folder,
+    is_first_colbert,
     is_multi_vector,
     read_module_list,
     read_root_config,
@@ -32,7 +34,6 @@ LENGTHS = ("query_length", "document_length")
 EXPANSION = "query_expansion"
 EXPANSION_FIELDS = {"strategy", "attend", "token", "length"}
 PREFIXES = {"query": "query_prefix", "document": "document_prefix"}  # of PyLate, by the prompt
-EXPANDED = 32  # tokens of a query in PyLate, where no setting states another number
 
 
 def read_late_interaction(folder: Path, tokenizer: Tokenizer) -> LateInteraction:
@@ -164,7 +165,8 @@ def _skip_words(folder: Path, root: Mapping[str, Any]) -> list[str]:
     """Return the words that have no vector in documents; in PyLate punctuation, where no setting names others."""
     words: Any = root.get("skiplist_words")
     words = [*string.punctuation] if words is None else words
-    for kind, place in read_module_list(folder):
+    modules = [] if is_first_colbert(folder) else read_module_list(folder)
+    for kind, place in modules:
         if kind == "MultiVectorMask":
             path = place / "config.json"
             document = read_object(path)

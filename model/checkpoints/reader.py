@@ -54,7 +54,6 @@ from service.core.manifest import Head, Task
 
 M = TypeVar("M", bound=nn.Module)
 
-FIRST_COLBERT = "HF_ColBERT"  # the architecture of the first ColBERT code
 MASKED_LM = ("fill-mask", "sparse-embedding")  # tasks of heads with an output matrix
 # Pretraining cannot resume without these parts; without a next-sentence head it begins with a fresh one.
 REQUIRED_PARTS = {"masked_lm": "masked language model", "replaced": "judge of replaced tokens"}
@@ -134,11 +133,6 @@ def read_heads(folder: Path, task: Task | None = None) -> dict[str, Head]:
     ):  # ELECTRA's has no masked language model
         tasks[family.architecture + PRETRAINING] = "fill-mask"
     architecture = _read_architectures(config)[0] or family.architecture_of("embedding")
-    if architecture == FIRST_COLBERT:
-        raise CheckpointError(
-            f"{config_file(folder)}: architecture {architecture} cannot be read: load it with sentence-transformers'"
-            " MultiVectorEncoder, and write it with save_pretrained"
-        )
     if task is None and architecture not in tasks:
         raise CheckpointError(
             f"{folder}: architecture {architecture} is none of {', '.join(tasks)}: "

@@ -38,7 +38,12 @@ KINDS = {
     "ColBERT": "feature-extraction",  # as PyLate writes it
     "SparseEncoder": "fill-mask",
 }
+EXPANDED = 32  # tokens of a query of ColBERT, where no setting states another number
 MULTI_VECTOR = ("MultiVectorEncoder", "ColBERT")
+FIRST_COLBERT = (
+    "HF_ColBERT"  # the architecture of the first ColBERT code, which has its settings in METADATA
+)
+METADATA = "artifact.metadata"
 RENAMED = {"MLMTransformer": "Transformer"}  # of a SparseEncoder, in sentence-transformers 5
 PYLATE = {"pylate.models.Dense.Dense": "Dense"}  # modules of PyLate, and what they are here
 IN_MULTI_VECTOR = "in a MultiVectorEncoder, refused in others"
@@ -376,6 +381,8 @@ def _find_sentence_config(folder: Path) -> tuple[Path, Mapping[str, Any]] | None
 def read_root_config(folder: Path) -> Mapping[str, Any]:
     """Return `config_sentence_transformers.json`, or nothing. Raises CheckpointError for a refused setting."""
     path = folder / ROOT
+    if is_first_colbert(folder):
+        return _first_colbert_config(folder)
     if not is_sentence_directory(folder) or not path.is_file():
         return {}
     document = read_object(path)
@@ -395,6 +402,27 @@ def read_root_config(folder: Path) -> Mapping[str, Any]:
             f"and write {prompts[name]!r} before the texts in requests"
         )
     return document
+
+
+def is_first_colbert(folder: Path) -> bool:
+    """Return whether a directory is one of the first ColBERT code (Khattab and Zaharia 2020), as of ColBERTv2."""
+    if is_sentence_directory(folder):
+        return False
+    return FIRST_COLBERT in (read_optional_object(config_file(folder)).get("architectures") or [])
+
+
+def _first_colbert_config(folder: Path) -> Mapping[str, Any]:
+    """Return METADATA, or its defaults, by the names of the settings of PyLate."""
+    document = read_optional_object(folder / METADATA)
+    return {
+        "model_type": "ColBERT",
+        "query_prefix": f"{document.get('query_token_id') or '[unused0]'} ",
+        "document_prefix": f"{document.get('doc_token_id') or '[unused1]'} ",
+        "query_length": document.get("query_maxlen") or EXPANDED,
+        "document_length": document.get("doc_maxlen"),
+        "attend_to_expansion_tokens": bool(document.get("attend_to_mask_tokens")),
+        "skiplist_words": None if document.get("mask_punctuation", True) else [],
+    }
 
 
 def read_prompts(folder: Path) -> dict[str, Any]:

@@ -49,6 +49,7 @@ from model.checkpoints.sentence_config import (
     check_module_names,
     config_file,
     encoder_folder,
+    is_first_colbert,
     is_multi_vector,
     read_kind,
     read_module_list,
@@ -136,7 +137,8 @@ def _read_model(folder: Path, task: Task | None) -> EncoderWithHeads:
                     f"{folder / file} describes the head: leave out --task {task}"
                 )
             return load(folder)
-    if not (folder / "modules.json").is_file():
+    first = is_first_colbert(folder)
+    if not first and not (folder / "modules.json").is_file():
         return load_model(folder, task)
     own: Task = "classification" if is_cross_encoder(folder) else "embedding"
     if is_multi_vector(folder):
@@ -144,9 +146,10 @@ def _read_model(folder: Path, task: Task | None) -> EncoderWithHeads:
     elif read_kind(folder) == "SparseEncoder":
         own = "sparse-embedding"
     if task not in (None, own):
+        file = "config.json" if first else "modules.json"
         raise CheckpointError(
-            f"{folder / 'modules.json'} describes a model of the task {own}, and --task {task}: "
-            "leave out --task, or remove modules.json"
+            f"{folder / file} describes a model of the task {own}, and --task {task}: "
+            f"leave out --task, or remove {'HF_ColBERT from architectures' if first else file}"
         )
     if own == "late-interaction":
         return _multi_vector_encoder(folder)
@@ -198,7 +201,10 @@ def _sparse_encoder(folder: Path) -> EncoderWithHeads:
 
 def _multi_vector_encoder(folder: Path) -> EncoderWithHeads:
     """Load an encoder, and a head of late interaction from the modules that follow it."""
-    if read_kind(folder) == "ColBERT":
+    dense: list[nn.Module] = []
+    if is_first_colbert(folder):
+        modules, normalize, dense = [], True, [_projection(folder)]
+    elif read_kind(folder) == "ColBERT":
         expected = "Transformer and Dense in a model of PyLate"
         modules = read_modules(folder, PYLATE_ORDER, expected, TOKENS)
         normalize = True
@@ -206,7 +212,7 @@ def _multi_vector_encoder(folder: Path) -> EncoderWithHeads:
         expected = "Transformer, any Dense, MultiVectorMask, and Normalize or not"
         modules = read_modules(folder, MULTI_VECTOR_ORDER, expected, TOKENS)
         normalize = any(kind == "Normalize" for kind, _ in modules)
-    dense = [
+    dense += [
         layer for kind, path in modules if kind == "Dense" for layer in read_dense(path, TOKENS)
     ]
     encoder = load_encoder(folder, pooler=False)
@@ -237,6 +243,19 @@ def _multi_vector_encoder(folder: Path) -> EncoderWithHeads:
     model.encoder = encoder
     model.heads["late-interaction"] = TokenEmbedding(nn.Sequential(*dense))
     return model.eval()
+
+
+def _projection(folder: Path) -> nn.Linear:
+    """Return the layer after the encoder in a checkpoint of the first ColBERT code. Raises CheckpointError."""
+    weights = read_weights(folder)
+    shape = weights.get("linear.weight", torch.empty(1, 1)).shape
+    if len(shape) != 2:
+        raise CheckpointError(
+            f"{folder}: linear.weight has shape {tuple(shape)}, which is no matrix"
+        )
+    linear = nn.Linear(shape[1], shape[0], bias=False)
+    from_hub(linear, weights, lambda name: [f"linear.{name}"], str(folder))
+    return linear
 
 
 def _sentence_transformer(folder: Path) -> EncoderWithHeads:

@@ -11,6 +11,7 @@ BUFFERS = r"(.*\.)?(position_ids|token_type_ids|inv_freq|original_inv_freq)"
 # Heads of pretraining that Quartet does not have: DeBERTa's of the third version.
 OTHER_PRETRAINING = r"(lm_predictions|mask_predictions)\..*"
 JOINT = r"heads\..*"  # of a joint checkpoint
+PROJECTION = r"linear\.weight"  # of the first ColBERT code
 TABLE = "position_embeddings"  # of distances alone, DeBERTa needs no table of positions
 
 
@@ -62,6 +63,7 @@ def _without_effect(family: Family) -> Iterator[str]:
 
 def _of_heads(family: Family) -> Iterator[str]:
     yield JOINT
+    yield PROJECTION
     for head in family.heads.values():
         for stem in head.values():
             yield from _stem(family, stem)

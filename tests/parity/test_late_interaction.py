@@ -229,9 +229,9 @@ def test_prefixes_of_the_vocabulary(added, tmp_path):
     assert Tokenizer.from_file(str(path)).encode("[unused0] ").tokens != list(added[:1])
 
 
-def test_first_code(tmp_path):
-    """A checkpoint of the first ColBERT code is refused, and read after sentence-transformers has written it again."""
-    folder = hub.save("bert", tmp_path / "first", transformers.AutoModel, num_hidden_layers=2)
+def save_first(folder: Path, **metadata: Any) -> Path:
+    """Write a checkpoint as the first ColBERT code does: the projection is a tensor next to those of the encoder."""
+    hub.save("bert", folder, transformers.AutoModel, num_hidden_layers=2)
     weights = load_file(folder / "model.safetensors")
     weights = {f"bert.{name}": tensor for name, tensor in weights.items()}
     weight = torch.randn(DIMENSIONS, hub.SHAPE["hidden_size"], generator=torch.manual_seed(3))
@@ -239,15 +239,39 @@ def test_first_code(tmp_path):
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config["architectures"] = ["HF_ColBERT"]
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    metadata = {"query_maxlen": 16, "doc_maxlen": 30, "attend_to_mask_tokens": False}
-    (folder / "artifact.metadata").write_text(json.dumps(metadata), encoding="utf-8")
-    with pytest.raises(CheckpointError, match="HF_ColBERT cannot be read: load it with sentence"):
+    if metadata:
+        (folder / "artifact.metadata").write_text(json.dumps(metadata), encoding="utf-8")
+    return folder
+
+
+FIRST: dict[str, dict[str, Any]] = {
+    "no file": {},
+    "lengths": {"query_maxlen": 16, "doc_maxlen": 30, "attend_to_mask_tokens": False},
+    "no skip list": {"doc_maxlen": 30, "mask_punctuation": False, "attend_to_mask_tokens": True},
+    "markers": {"query_token_id": "[unused2]", "doc_token_id": "[unused3]", "dim": DIMENSIONS},
+}
+
+
+@pytest.mark.parametrize("case", FIRST)
+def test_first_code(case, tmp_path):
+    """Checkpoints of the first ColBERT code: markers, expansion of queries, lengths and punctuation."""
+    late = settings_of(check(save_first(tmp_path / "first", **FIRST[case])).model.described[HEAD])
+    given = FIRST[case]
+    assert given.get("query_maxlen", 32) == late.query_length == late.query_expansion
+    assert given.get("attend_to_mask_tokens", False) is not late.hides_expansion
+    assert given.get("mask_punctuation", True) is bool(late.skip_token_ids)
+
+
+def test_first_code_is_refused(tmp_path):
+    """Another task, and a checkpoint without its projection."""
+    folder = save_first(tmp_path / "first")
+    with pytest.raises(CheckpointError, match="leave out --task"):
+        read_source(folder, "embedding")
+    weights = load_file(folder / "model.safetensors")
+    del weights["linear.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"linear\.weight"):
         read_source(folder)
-
-    MultiVectorEncoder(str(folder), device="cpu").save_pretrained(str(tmp_path / "again"))
-
-    late = settings_of(check(tmp_path / "again").model.described[HEAD])
-    assert (16, 30, True) == (late.query_length, late.document_length, late.hides_expansion)
 
 
 REFUSED: list[tuple[str, str, Any]] = [
