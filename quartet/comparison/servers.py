@@ -105,7 +105,11 @@ class Server:
         path = self._paths[task].format(model=self.model)
         head = {"head": self.head} if self.head and self.dialect == "quartet" else {}
         content = json.dumps({**make_body(self.dialect, task, item, self.model), **head})
-        status, text = await asyncio.to_thread(self._send, "POST", path, content)
+        return await self.send(task, path, content.encode(), {"Content-Type": "application/json"})
+
+    async def send(self, task: Task, path: str, body: bytes, headers: Mapping[str, str]) -> Any:
+        """Send a request, and return the first answer of its response. Raises SideError."""
+        status, text = await asyncio.to_thread(self._send, "POST", path, body, headers)
         if status != 200:
             raise SideError(f"{self.name}: {path} returned {status}: {text[:SHOWN]}")
         try:
@@ -126,20 +130,22 @@ class Server:
         reason = f"no known dialect; name one by --dialect: {', '.join(PATHS)}"
         raise SideError(f"{self.name}: {reason}")
 
-    def _send(self, method: str, path: str, body: str | None = None) -> tuple[int, str]:
+    def _send(
+        self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
+    ) -> tuple[int, str]:
         """Send a request on an idle connection, and once more on a new one if that fails. Raises SideError."""
         kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-        headers = {"Content-Type": "application/json", **self.headers}
         reused = bool(self._idle)
         connection = self._idle.pop() if reused else kind(self._host, timeout=TIMEOUT_S)
         try:
-            connection.request(method, self._base + path or "/", body, headers)
+            sent = {**(headers or {}), **self.headers}
+            connection.request(method, self._base + path or "/", body or None, sent)
             reply = connection.getresponse()
             content = reply.read().decode(errors="replace")
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             if reused:
-                return self._send(method, path, body)
+                return self._send(method, path, body, headers)
             raise SideError(f"{self.name}: {str(error) or type(error).__name__}") from None
         self._idle.append(connection)
         return reply.status, content

@@ -17,6 +17,7 @@ from tests.conftest import ROOT
 from tests.e2e.conftest import Server, serving, until
 from tests.e2e.test_proxies import NGINX, certificate, free_port, program
 from tests.http_thread import serving_in_thread
+from tests.quartet.test_watch import metrics, watching
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 __all__ = ["certificate"]
@@ -28,6 +29,7 @@ REST = "    *       tei;\n"
 # The stages of the guide: what replaces each line of the file.
 STAGES = {
     "before": {SHARE: ""},
+    "watch": {SHARE: "", "# mirror /watch;": "mirror /watch;"},
     "shadow": {SHARE: "", "# mirror /shadow;": "mirror /shadow;"},
     "some": {SHARE: "    50%     quartet;\n"},
     "all": {SHARE: "", REST: "    *       quartet;\n"},
@@ -55,11 +57,13 @@ class Cutover:
     """nginx before both servers."""
 
     def __init__(self, folder: Path, crt: Path, tei: int, quartet: Server) -> None:
-        self.folder, self.port = folder, free_port()
+        self.folder, self.port, self.watch = folder, free_port(), free_port()
+        self.servers = [f"http://127.0.0.1:{port}" for port in (tei, quartet.port)]
         self._trust = ssl.create_default_context(cafile=str(crt / "crt"))
         self._changes = {
             "127.0.0.1:8080": f"127.0.0.1:{tei}",
             "127.0.0.1:8000": f"127.0.0.1:{quartet.port}",
+            "127.0.0.1:9300": f"127.0.0.1:{self.watch}",
             "listen 443 ssl": f"listen 127.0.0.1:{self.port} ssl",
             "/etc/nginx/quartet.crt": f"{crt}/crt",
             "/etc/nginx/quartet.key": f"{crt}/key",
@@ -147,6 +151,13 @@ def test_clients_move_to_quartet_and_back(cutover):
     made, quartet = cutover
     assert made.answers_by("tei")
     assert 0 == requests_of(quartet)
+    made.enter("watch")
+    a, b = made.servers
+    with watching(a, b, "--dialect-a", "tei", "--watch", str(made.watch)) as (watch, port):
+        until(lambda: (made.ask(), metrics(port)["changed"] > 0)[1])
+        assert 1 == metrics(port)["=beyond"], "the stub's vectors have two numbers"
+        watch.terminate()
+        assert "[1.0000, 0.0000, ...]" in watch.communicate(timeout=60)[0]
     made.enter("shadow")
     until(lambda: (made.ask(), requests_of(quartet) > 0)[1])
     assert made.answers_by("tei")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from quartet import compare
-from quartet.comparison import figures, servers
+from quartet.comparison import figures, report, servers
 from quartet.comparison.bundle_side import BundleSide
 from quartet.comparison.causes import explain
 from quartet.comparison.recipes import Recipe, positions
@@ -371,10 +371,10 @@ def test_positions_in_other_units():
 
 def test_limits_decide():
     found = {"same": 0.5, "failed": 0.0}
-    assert [] == compare.check(found, {"min": {"same": 0.5}, "max": {"failed": 0}})
-    assert ["same is 0.5, at least 0.9"] == compare.check(found, {"min": {"same": 0.9}})
+    assert [] == report.check(found, {"min": {"same": 0.5}, "max": {"failed": 0}})
+    assert ["same is 0.5, at least 0.9"] == report.check(found, {"min": {"same": 0.9}})
     with pytest.raises(ValueError, match="--limits: no figure cosine"):
-        compare.check(found, {"min": {"cosine": 0.9}})
+        report.check(found, {"min": {"cosine": 0.9}})
 
 
 @pytest.mark.parametrize(
