@@ -396,7 +396,7 @@ class LocalDevice:
         manifest = texts.manifest
         if manifest.encoder is not None:
             runs_on = self.runs_on[self.encoder_of(manifest.id, manifest)]
-            self.texts[manifest.id], self.runs_on[manifest.id] = texts, runs_on
+            self._list(texts, runs_on)
             return
         graphs = manifest.graphs_for(self.kind, self._settings.precision)
         if not graphs:
@@ -404,8 +404,15 @@ class LocalDevice:
                 manifest.id, f"it has no graph for {self.kind.label} at this precision"
             )
         provider = self.kind.provider
-        runs_on = RunsOn(graphs[0].precision, graphs[0].layout, provider, None, RUNTIME)
-        self.texts[manifest.id], self.runs_on[manifest.id] = texts, runs_on
+        self._list(texts, RunsOn(graphs[0].precision, graphs[0].layout, provider, None, RUNTIME))
+
+    def _list(self, texts: BundleTexts, runs_on: RunsOn) -> None:
+        """List a bundle. Bundles with equal tokenizers share the bytes of one."""
+        for other in self.texts.values():
+            if other.tokenizer == texts.tokenizer:
+                texts = replace(texts, tokenizer=other.tokenizer)
+                break
+        self.texts[texts.manifest.id], self.runs_on[texts.manifest.id] = texts, runs_on
 
     def is_open(self, name: str) -> bool:
         """Return whether a bundle's sessions are open, for a head bundle the sessions of its encoder."""
@@ -423,8 +430,7 @@ class LocalDevice:
             self.encoder_of(name, opened.texts.manifest)
             own = {output_name(name, head): heads for head, heads in opened.heads.items()}
             opened.runner.shared = {**opened.runner.shared, **own}
-        self.texts[name] = opened.texts
-        self.runs_on[name] = opened.proof.runs_on
+        self._list(opened.texts, opened.proof.runs_on)
         if opened.heads:
             return
         self._runners[name] = opened.runner

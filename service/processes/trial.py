@@ -7,15 +7,18 @@ no request when it crashes.
 """
 
 import asyncio
+import json
 import os
 import signal
 import sys
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 from service.core import bundle
 from service.core.bundle import BundleError
 from service.engines.local_device import open_device
+from service.engines.proofs import Proof
 from service.observability.metrics import Metrics
 from service.processes.child_process import child_python
 from service.processes.process_signals import die_with_parent
@@ -31,8 +34,8 @@ SECRETS = {
 }  # settings that other users of the machine may not see
 
 
-async def try_bundle(settings: Settings, folder: Path) -> int:
-    """Open and test a bundle in a process of its own. Return its exit status.
+async def try_bundle(settings: Settings, folder: Path) -> Proof | None:
+    """Open and test a bundle in a process of its own. Return the proof, or None if the bundle has a fault.
 
     Raises BundleError if that takes longer than `load_timeout_s`, or ends the process. The caller, which opens the
     bundle next, finds all other faults itself.
@@ -41,7 +44,7 @@ async def try_bundle(settings: Settings, folder: Path) -> int:
         *(*child_python(), "-m", "service.processes.trial"),
         *(str(os.getpid()), str(folder), settings.model_dump_json(exclude=SECRETS)),
         stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
         env=without_secrets(os.environ),
         start_new_session=True,  # a signal from a terminal reaches only the main process
@@ -49,28 +52,30 @@ async def try_bundle(settings: Settings, folder: Path) -> int:
     limit_s = settings.load_timeout_s
     try:
         async with asyncio.timeout(limit_s + STOP_S):
-            status = await process.wait()
+            printed, _ = await process.communicate()
     except TimeoutError:
         reason = f"opening and testing it takes more than load_timeout_s, {limit_s:g} s"
         raise BundleError(folder, reason) from None
     finally:
         with suppress(ProcessLookupError):
             process.kill()
-    if status < 0:
+    status = process.returncode
+    if status is not None and status < 0:
         name = signal.Signals(-status).name
         raise BundleError(folder, f"opening and testing it ends a process with {name}")
-    return status
+    return Proof.read(json.loads(printed.splitlines()[-1])) if status == 0 else None
 
 
-async def open_once(settings: Settings, folder: Path) -> None:
+async def open_once(settings: Settings, folder: Path) -> Proof:
     async with open_device(settings, Metrics()) as device:
-        device.open(bundle.load(folder))
+        return device.open(bundle.load(folder)).proof
 
 
 def main() -> None:
     parent, folder, settings = sys.argv[1:]
     die_with_parent(True, int(parent))
-    asyncio.run(open_once(Settings.model_validate_json(settings), Path(folder)))
+    proof = asyncio.run(open_once(Settings.model_validate_json(settings), Path(folder)))
+    print(json.dumps(asdict(proof)))
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ async def tell_nobody(_: Mapping[str, object]) -> None:
 
 
 async def no_trial(settings: Settings, folder: Path) -> None:
-    """Open no bundle elsewhere."""
+    """Open no bundle elsewhere, which proves nothing."""
 
 
 Hold = Callable[[Sequence[ModelRecord]], Awaitable[None]]
@@ -109,7 +109,11 @@ class ModelManager:
         self._commands: set[asyncio.Task[CommandResult]] = set()
         self._metrics = metrics
         self.device = OnDemandDevice(
-            device, settings, trial, self._refresh, lambda name: self._report_resume(opening=name)
+            device,
+            settings,
+            trial,
+            self._refresh,
+            lambda names: self._report_resume(opening=[*names]),
         )
         self._is_stale = False
         self._refreshing: asyncio.Task[None] | None = None
@@ -217,7 +221,7 @@ class ModelManager:
         self._to_open = [*dict.fromkeys([*resume.get("used", ()), *always_open])]
         self.device.proofs.records.update(resume.get("proofs", {}))
         self.device.strikes.update(resume.get("strikes", {}))
-        self.device.strike(filter(None, [resume.get("opening")]))
+        self.device.strike(resume.get("opening", ()))
         places = {kept.path: place for place, kept in enumerate(former)}
         return sorted(opened, key=lambda model: places[model.path])
 

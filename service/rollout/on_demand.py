@@ -2,7 +2,7 @@
 
 A model is *cold* while its sessions are not open. Its first request opens it, and all requests for it wait for that,
 until shortly before their deadlines. If the budget is used up, the model that was used least recently is closed first,
-after its last answer. Openings follow each other, so that they do not share the cores.
+after its last answer. Two models are opened at a time where there are two cores, other openings wait.
 
 After a crash all models are cold, and `open_all` opens those again that were open, the busiest first. A model whose
 openings or requests have ended the process several times in a row is set aside: its requests fail, and the other
@@ -26,7 +26,7 @@ from service.core.bundle import BundleError
 from service.core.bundle_cache import stored_bundle
 from service.core.session import RUNTIME_ERRORS, trim
 from service.engines.local_device import LocalDevice, OpenedBundle, outputs_of
-from service.engines.proofs import FILE, Proofs
+from service.engines.proofs import FILE, Proof, Proofs, identify
 from service.errors import NotReady, Overloaded, UnknownModel
 from service.scheduling.entries import Entry, EntryOutcome, OnOutcome
 from service.scheduling.load import Load
@@ -40,8 +40,9 @@ MARGIN_S = 0.05  # before a request's deadline, in which its error still reaches
 OPEN_S = 1.0  # expected seconds of an opening without a proof
 STRIKES = 3  # ends of the process in a row, without an answer in between, that set a model aside
 SET_ASIDE_RETRY_S = 60.0
+AT_ONCE = 2  # openings; each takes one core, and for a moment up to twice its model's memory
 
-Trial = Callable[[Settings, Path], Awaitable[object]]
+Trial = Callable[[Settings, Path], Awaitable[Proof | None]]
 
 
 @dataclass(slots=True)
@@ -61,7 +62,7 @@ class OnDemandDevice:
     """The interface `Device` in front of a local device, whose models it opens and closes.
 
     changed: called when a model was opened, closed or set aside
-    opening: awaited with the model's id before an opening, and with None after it
+    opening: awaited with the ids of all models that are being opened, when they change
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class OnDemandDevice:
         settings: Settings,
         trial: Trial,
         changed: Callable[[], None],
-        opening: Callable[[str | None], Awaitable[None]],
+        opening: Callable[[Sequence[str]], Awaitable[None]],
     ) -> None:
         self.listed: dict[str, Listed] = {}
         self.problems: dict[str, str] = {}  # why a model is set aside, by id
@@ -84,7 +85,8 @@ class OnDemandDevice:
         self._ready: set[str] = set()  # open, and not about to be closed
         self._struck: set[str] = set()  # by the end of the previous process
         self._openings: dict[str, asyncio.Task[None]] = {}
-        self._lock = asyncio.Lock()  # of openings in this process
+        self._opening_now: list[str] = []  # those of them that have begun in this process
+        self._lock = asyncio.Lock()  # of the beginning of an opening
         self._trying = asyncio.Lock()  # of openings in a process of their own
         self._waiting = Counter[str]()  # tokens of requests that wait for an opening, by model
         self._used: dict[str, float] = {}  # when a model last got a request, by `time.monotonic`
@@ -217,31 +219,49 @@ class OnDemandDevice:
             )
 
     async def _open_next(self, name: str) -> None:
-        """Open a model when the openings before it have ended; set it aside if that fails.
+        """Open a model when there is room for it; set it aside if that fails.
 
-        An on-demand model without a proof is opened in a process of its own first, which others do not wait for.
+        An on-demand model without a proof is opened in a process of its own first, which other openings do not wait
+        for. That process proves the goldens, so that this one needs not compute them.
         """
         listed = self.listed[name]
         try:
             folder = await asyncio.to_thread(stored_bundle, listed.path, listed.sha256)
             if listed.reserved and self.proofs.get(folder, listed.sha256) is None:
-                async with self._trying:
-                    await self._trial(self._settings, folder)
-            async with self._lock:
-                await self._make_room(listed.reserved)
-                await self._report_opening(name)
+                await self._try(folder, listed.sha256)
+            await self._begin(name, listed.reserved)
+            try:
+                await self._report_opening(self._opening_now)
                 opened = await self._open(folder, listed.sha256)
-                await self._report_opening(None)
                 if name in self.listed:
                     self._device.add(opened)
                     self._used[name] = time.monotonic()
                     await self.add_heads()
                     self._ready.add(name)
+            finally:
+                self._opening_now.remove(name)
+                await self._report_opening(self._opening_now)
         except OPENING_ERRORS as error:
             self._fail(name, error)
         finally:
             del self._openings[name]
         self._changed()
+
+    async def _try(self, folder: Path, sha256: str) -> None:
+        """Open a bundle in a process of its own, and keep its proof unless the files have changed meanwhile."""
+        async with self._trying:
+            files = await asyncio.to_thread(identify, folder)
+            proof = await self._trial(self._settings, folder)
+            if proof is not None and files == await asyncio.to_thread(identify, folder):
+                await asyncio.to_thread(self.proofs.put, folder, sha256, proof)
+
+    async def _begin(self, name: str, needed: int) -> None:
+        """Wait until an opening may begin, with room in the budget."""
+        async with self._lock:
+            while not (self._may_begin(name) and await self._make_room(needed)):
+                opening = [self._openings[other] for other in self._opening_now]
+                await asyncio.wait(opening, return_when=asyncio.FIRST_COMPLETED)
+            self._opening_now.append(name)
 
     async def _open(self, folder: Path, sha256: str) -> OpenedBundle:
         """Open a bundle, without its goldens if they are proven. Raises one of OPENING_ERRORS."""
@@ -254,24 +274,37 @@ class OnDemandDevice:
             await asyncio.to_thread(self.proofs.put, folder, sha256, opened.proof)
         return opened
 
-    async def _make_room(self, needed: int) -> None:
-        """Close models, the least recently used first, until the budget has room. Idle models come first."""
+    def _may_begin(self, name: str) -> bool:
+        """Return whether a model may be opened next to those that are being opened.
+
+        A model that may have ended the process is opened alone, so that another end is due to it.
+        """
+        alone = self.strikes.keys() & {name, *self._opening_now}
+        return len(self._opening_now) < (1 if alone else min(AT_ONCE, usable_cores()))
+
+    async def _make_room(self, needed: int) -> bool:
+        """Close models, the least recently used first, until the budget has room. Idle models come first.
+
+        Return False if models that are being opened leave no room.
+        """
         budget = self._settings.memory_budget
         while budget is not None and self._reserved() + needed > budget:
             open_now = [name for name in self._ready if self.listed[name].reserved]
             if not open_now:
-                return
+                return not self._opening_now
             name = min(open_now, key=lambda name: (self._is_busy(name), self._used[name]))
             self._ready -= {own for own in self._ready if self._encoder_of(own) == name}
             await self._device.close(name)
             await asyncio.to_thread(trim)
             log.info("closed", model=name)
+        return True
 
     def _is_busy(self, name: str) -> bool:
         return bool(self._waiting[name] or self._device.batcher.requests(name))
 
     def _reserved(self) -> int:
-        return sum(self.listed[name].reserved for name in self._ready)
+        held = self._ready.union(self._opening_now) & self.listed.keys()
+        return sum(self.listed[name].reserved for name in held)
 
     # -- after a crash ----------------------------------------------------------------------------
 

@@ -128,7 +128,8 @@ class Batcher:
 
     def remove_bundle(self, bundle: str) -> None:
         """Stop serving a model: its waiting requests fail with NotReady, its running batches complete."""
-        del self._queue.models[bundle]
+        # Requests that have ended may be kept for a while, and must not keep the model's sessions.
+        self._queue.models.pop(bundle).count_masks = no_masks
         self._post(partial(self._abandon, bundle))
 
     def requests(self, bundle: str, heads: frozenset[str] = frozenset()) -> int:

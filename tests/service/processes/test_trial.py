@@ -11,9 +11,13 @@ from service.settings import Settings
 from tests import faulty
 
 
-async def test_a_bundle_that_opens(tiny_bundle):
+async def test_a_bundle_that_opens(tiny_bundle, tmp_path):
+    """The proof has the measured batches; a bundle with a fault has none."""
     settings = Settings(bundles=(tiny_bundle,), provider="cpu", threads=1)
-    assert 0 == await trial.try_bundle(settings, tiny_bundle)
+    proof = await trial.try_bundle(settings, tiny_bundle)
+    assert proof is not None
+    assert proof.samples[1][0].seconds > 0
+    assert await trial.try_bundle(settings, tmp_path) is None
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import asyncio
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,10 +21,12 @@ from service.engines.commands import ListModels, LoadModel
 from service.engines.local_device import open_device
 from service.engines.memory_need import graph_needs
 from service.engines.model_state import Models
-from service.engines.proofs import FILE
+from service.engines.proofs import FILE, Proof
 from service.errors import NotReady, UnknownModel
 from service.observability.metrics import Metrics
+from service.processes.trial import open_once
 from service.rollout.model_manager import ModelManager, kept_of, no_trial
+from service.rollout.on_demand import Trial
 from service.scheduling.entries import Entry, Outcome
 from service.settings import Settings
 from tests.versions import restate, save_version
@@ -46,6 +49,7 @@ class Fleet:
         self.manager = manager
         self.device = manager.device
         self.opened = opened
+        self.entries: list[Entry] = []
 
     @property
     def open_now(self) -> list[str]:
@@ -60,6 +64,7 @@ class Fleet:
         length = golden.lengths[0]
         window = Window(golden.input_ids[:length], golden.token_type_ids[:length])
         entry = Entry(f"{name}@1", window, "r", now, now + within_s, heads=("sentiment",))
+        self.entries.append(entry)
         (outcome,) = await self.device.submit([entry])
         assert isinstance(outcome, Outcome)
         return float(np.abs(outcome.outputs["sentiment"] - golden.outputs["sentiment"][0]).max())
@@ -90,7 +95,10 @@ def start(fleet_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     @asynccontextmanager
     async def begin(
-        resume: Mapping[str, Any] | None = None, models: int = 2, precision: str = "auto"
+        resume: Mapping[str, Any] | None = None,
+        models: int = 2,
+        precision: str = "auto",
+        trial: Trial = no_trial,
     ) -> AsyncIterator[Fleet]:
         settings = Settings(
             models_dir=folder,
@@ -101,7 +109,7 @@ def start(fleet_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         )
         metrics = Metrics()
         async with open_device(settings, metrics) as device:
-            manager = ModelManager(device, settings, metrics, trial=no_trial)
+            manager = ModelManager(device, settings, metrics, trial=trial)
             opened: list[str] = []
             open_bundle = device.open
 
@@ -115,6 +123,12 @@ def start(fleet_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             yield Fleet(manager, opened)
 
     return begin
+
+
+def located(fleet: Fleet, name: str) -> tuple[Path, str]:
+    """Return the directory and the hash of a model."""
+    listed = fleet.device.listed[f"{name}@1"]
+    return Path(listed.path), listed.sha256
 
 
 def need(folder: Path) -> int:
@@ -172,6 +186,15 @@ async def test_a_model_is_not_closed_while_it_answers(start, monkeypatch):
         assert ["b"] == fleet.open_now
 
 
+async def test_a_closed_model_leaves_no_sessions(start):
+    """Not even while the request that it has answered is kept."""
+    async with start(models=1) as fleet:
+        await fleet.ask("a")
+        runner = weakref.ref(fleet.manager._device._runners["a@1"])
+        await fleet.ask("b")
+        assert runner() is None
+
+
 async def test_an_unusable_model_is_set_aside_by_name(start):
     """Its requests fail with the reason, others are served, and a load tries it again."""
     async with start() as fleet:
@@ -220,6 +243,51 @@ async def test_goldens_are_proven_once(start, monkeypatch):
     async with start() as fleet:
         await fleet.ask("b")
     assert [*NAMES, "a", "b", "b"] == checked
+
+
+async def test_a_trial_proves_the_goldens(start, monkeypatch):
+    """The process that serves opens the bundle without them."""
+    proofs = []
+
+    async def trial(settings: Settings, folder: Path) -> Proof:
+        proofs.append(await open_once(settings, folder))
+        monkeypatch.setattr(Session, "check", None)  # fails from now on
+        return proofs[0]
+
+    async with start(trial=trial) as fleet:
+        assert await fleet.ask("a") < 1e-4
+        assert proofs == [fleet.device.proofs.get(*located(fleet, "a"))]
+
+
+async def test_two_models_are_opened_at_once(start, monkeypatch):
+    """Within the budget; a model that may have ended the process is opened alone."""
+    monkeypatch.setattr("service.rollout.on_demand.usable_cores", lambda: 8)
+    most: list[int] = []
+    for models, struck in ((3, ""), (1, ""), (3, "b@1")):
+        async with start(models=models) as fleet:
+            fleet.device.strike(filter(None, [struck]))
+            running: list[str] = []
+            reported: list[int] = []
+            open_now = fleet.device._open
+
+            async def spied(folder, sha256, running=running, reported=reported, open_now=open_now):
+                running.append(folder.name)
+                await asyncio.sleep(0.05)
+                reported.append(len(running))
+                opened = await open_now(folder, sha256)
+                running.remove(folder.name)
+                return opened
+
+            monkeypatch.setattr(fleet.device, "_open", spied)
+            assert max(await asyncio.gather(*map(fleet.ask, "ba"))) < 1e-4
+            most.append(max(reported))
+    assert [2, 1, 1] == most
+
+
+async def test_equal_tokenizers_are_kept_once(start):
+    async with start() as fleet:
+        await fleet.ask("a")
+        assert 1 == len({id(t.tokenizer) for t in fleet.manager._device.texts.values()})
 
 
 async def test_after_a_crash_the_busiest_opens_first(start):
