@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from service.core.bundle_cache import (
     writing,
 )
 from service.core.bundle_versions import MANIFEST, versions_of
-from service.core.remote_files import files_at
+from service.core.remote_files import copy, files_at
 from service.processes.child_process import child_python
 
 BUNDLES = Path("bundles")  # where `quartet train` writes
@@ -57,7 +58,7 @@ def resolve(name: str) -> Path:
     """Return the bundle of a model, which is exported first where the cache does not have it. Raises SourceError.
 
     name: a bundle, the name of one in bundles/, a checkpoint, a directory or file with an ONNX graph, a file that
-    `quartet pull --to` wrote, NAME[@REVISION] on the hub, or the address of a bundle or a checkpoint
+    `quartet pull --to` wrote, NAME[@REVISION] on the hub, or the address of one of these
     """
     path = Path(name)
     if (path / MANIFEST).is_file():
@@ -82,6 +83,8 @@ def find(name: str) -> Entry:
     """
     path = Path(name)
     if url := address(name):
+        if url.endswith((".tar", ".onnx")):
+            return find_file(url)
         try:
             return fetch(url)
         except NoBundle:
@@ -114,6 +117,36 @@ def find_checkpoint(url: str) -> Entry:
         )
     source = Source(url, make_key(f"{url} {sorted(files.items())}"))
     return entry_of(source) or export(source, url, Path(url).name)
+
+
+def find_file(url: str) -> Entry:
+    """Return the entry of a graph or of a file of `pack` at an address, which are read again when they have changed."""
+    from model.checkpoints.hub_download import SETTINGS_FILES
+
+    base, _, name = url.rpartition("/")
+    if name.endswith(".tar"):
+        wanted = [name]
+    else:  # a graph, its weights, and the settings of the model
+        base = base.removesuffix("/onnx")
+        name = url.removeprefix(f"{base}/")
+        wanted = [name, f"{name}_data", f"{name}.data", *SETTINGS_FILES]
+    try:
+        files = files_at(base)
+        found = {file: version for file, version in files.list(wanted).items() if file in wanted}
+        if name not in found:
+            raise SourceError(f"{url}: no such file")
+        source = Source(url, make_key(f"{url} {sorted(found.items())}"))
+        if entry := entry_of(source):
+            return entry
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch) / Path(base).name
+            for file in found:
+                copy(files, file, folder / file)
+            if name.endswith(".tar"):
+                return unpack(folder / name, source)
+            return export(source, str(folder / name), Path(base).name)
+    except RemoteError as error:
+        raise SourceError(str(error)) from None
 
 
 def make_key(content: str) -> str:
@@ -256,8 +289,11 @@ def pack(entry: Entry, file: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
-def unpack(file: Path) -> Entry:
-    """Unpack a file of `pack` into the cache. Raises SourceError for a file that is none."""
+def unpack(file: Path, own: Source | None = None) -> Entry:
+    """Unpack a file of `pack` into the cache. Raises SourceError for a file that is none.
+
+    own: the source of the entry, if another one than that in the file
+    """
     try:
         with tarfile.open(file) as archive:
             top = archive.next()
@@ -265,14 +301,16 @@ def unpack(file: Path) -> Entry:
             if reader is None:
                 raise KeyError(SOURCE)
             source = Source(**json.load(reader))
-            if not KEY.fullmatch(source.key):
-                raise ValueError(f"key {source.key!r}")
+            inner = source.key
+            if not KEY.fullmatch(inner):
+                raise ValueError(f"key {inner!r}")
+            source = own or source
             with writing(source) as folder:
                 if folder is not None:
                     archive.extractall(folder, filter="data")
-                    for path in (folder / source.key).iterdir():
+                    for path in (folder / inner).iterdir():
                         path.rename(folder / path.name)
-                    (folder / source.key).rmdir()
+                    (folder / inner).rmdir()
     except (tarfile.TarError, KeyError, TypeError, ValueError) as error:
         raise SourceError(f"{file}: not a file that quartet pull --to wrote: {error}") from None
     return Entry(root() / source.key, source)

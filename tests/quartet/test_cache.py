@@ -245,3 +245,28 @@ def test_repositories_of_the_hub_by_their_addresses(exports, mini_bundle, monkey
         hub.publish("me/mini", mini_bundle)
         assert (resolve("hf://me/mini") / "golden.npz").is_file()
     assert 1 == len(exports)
+
+
+def test_single_files_at_addresses(exports, tmp_path, monkeypatch):
+    """A file of pull is unpacked, and a graph exported with the settings of its model: once, until they change."""
+    graph = checkpoint("e5") / "onnx" / "model_quantized.onnx"
+    graph.parent.mkdir()
+    graph.write_text("graph")
+    Path("e5/config.json").write_text("{}")
+    checkpoint()
+    monkeypatch.setattr(sys, "argv", ["quartet pull", "mine", "--to", "mine.tar"])
+    assert 0 == pull.main()
+    with serve_folder(tmp_path / "work") as web:
+        first = resolve(f"{web.url}/mine.tar")
+        assert first == resolve(f"{web.url}/mine.tar")
+        assert (first / "manifest.json").is_file()
+        assert "/mine.tar" == web.requests[-1]
+        exports.clear()
+        second = resolve(f"{web.url}/e5/onnx/model_quantized.onnx")
+        assert second == resolve(f"{web.url}/e5/onnx/model_quantized.onnx")
+        assert {"e5/config.json", "e5/onnx/model_quantized.onnx"} <= {r[1:] for r in web.requests}
+        graph.write_text("another graph")
+        assert second != resolve(f"{web.url}/e5/onnx/model_quantized.onnx")
+        assert [["--name", "e5"]] * 2 == [call[2:] for call in exports]
+        with pytest.raises(SourceError, match=r"other\.onnx: no such file"):
+            resolve(f"{web.url}/e5/other.onnx")
