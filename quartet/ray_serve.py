@@ -4,7 +4,6 @@ RAY_SERVE_ENABLE_HA_PROXY=1 serve run quartet.ray_serve:build bundles=bundles/re
 """
 
 import math
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -51,6 +50,8 @@ def build(options: Options) -> serve.Application:
         "min_replicas": options.min_replicas,
         "max_replicas": options.max_replicas,
         "look_back_period_s": 11,  # Ray wants more than its interval of 10 s
+        "upscale_delay_s": 0,
+        "downscale_delay_s": QUIET_S,
         "policy": {"policy_function": ScaleByWait, "policy_kwargs": {"wait_s": options.wait_s}},
     }
     deployment = Quartet.options(  # type: ignore[attr-defined]
@@ -105,23 +106,16 @@ class Quartet:
 
 
 class ScaleByWait:
-    """A policy of Ray Serve: as many replicas as make the mean expected wait `wait_s`."""
+    """A policy of Ray Serve: as many replicas as make the mean expected wait `wait_s`, and at most one less at once."""
 
     def __init__(self, wait_s: float) -> None:
         self._wait_s = wait_s
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-        """Return the number of replicas, more at once, and one less after `QUIET_S`."""
+        """Return the number of replicas, which Ray applies after its delays."""
         waits = ((context.aggregated_metrics or {}).get(WAIT) or {}).values()
-        present, now = context.target_num_replicas, time.time()
-        state = dict(context.policy_state)
+        present = context.target_num_replicas
         mean = sum(waits) / len(waits) if waits else 0.0
-        wanted = math.ceil(present * mean / self._wait_s)
-        if wanted >= present:
-            state["needed"] = now
-        elif now - state.setdefault("needed", now) > QUIET_S:
-            state["needed"], wanted = now, present - 1
-        else:
-            wanted = present
+        wanted = max(math.ceil(present * mean / self._wait_s), present - 1)
         least, most = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
-        return min(max(wanted, least), most), state
+        return min(max(wanted, least), most), {}
