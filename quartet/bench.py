@@ -2,6 +2,7 @@
 
 import argparse
 import http.client
+import itertools
 import json
 import math
 import os
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -192,25 +193,32 @@ def send(port: int, head: Head, texts: Sequence[str], connections: int, seconds:
     end = time.perf_counter() + seconds
 
     def call(first: int) -> list[float]:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        times, count = [], first
-        while (began := time.perf_counter()) < end:
-            path, body = request(head, texts[count % len(texts)])
-            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            answer = response.read()
-            if response.status != 200:
-                raise SystemExit(f"quartet: {path} returned {response.status}: {answer[:200]!r}")
-            times.append(time.perf_counter() - began)
-            count += connections
-        connection.close()
-        return times
+        own = (texts[number % len(texts)] for number in itertools.count(first, connections))
+        return [took for took, _ in timed(port, head, own, end)]
 
     began = time.perf_counter()
     with ThreadPoolExecutor(connections) as threads:
         times = [each for part in threads.map(call, range(connections)) for each in part]
     took = time.perf_counter() - began
     return Load(connections, len(times) / took, *(1000 * quantile(times, q) for q in (0.5, 0.99)))
+
+
+def timed(
+    port: int, head: Head, texts: Iterable[str], end: float
+) -> Iterator[tuple[float, http.client.HTTPMessage]]:
+    """Send a request for each text, one after the other, until `end`; yield the seconds and the headers of each."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    for text in texts:
+        if (began := time.perf_counter()) >= end:
+            break
+        path, body = request(head, text)
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        answer = response.read()
+        if response.status != 200:
+            raise SystemExit(f"quartet: {path} returned {response.status}: {answer[:200]!r}")
+        yield time.perf_counter() - began, response.headers
+    connection.close()
 
 
 def quantile(values: Sequence[float], q: float) -> float:

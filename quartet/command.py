@@ -84,6 +84,11 @@ COMMANDS = {
         "measure a model on this machine: texts per second, latency, memory",
         "quartet bench bundles/reviews",
     ),
+    "plan": Command(
+        "quartet.plan",
+        "state how many replicas keep a latency under a load, by a simulation",
+        "quartet plan bundles/reviews --rate 500 --lengths tokens.txt --p99 100",
+    ),
     "compare": Command(
         "quartet.compare",
         "compare two servers, bundles or checkpoints, and name the cause of a difference",
