@@ -18,6 +18,7 @@ from prometheus_client import (
     Gauge,
     Histogram,
     ProcessCollector,
+    Summary,
     disable_created_metrics,
     generate_latest,
 )
@@ -47,10 +48,8 @@ OK = 200
 RENDERING = 0.1  # largest share of time that rendering pages may take
 
 STAGE_SECONDS = (0.0001, 0.00025, 0.0005)  # the additional buckets for stages
+COARSE_SECONDS = (0.01, 0.1, 1.0, 10.0)  # for series of many labels
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768)
-SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-RATIOS = (1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0)
 
 Counts = dict[str, dict[str, int]]  # number of compared shadow answers, by head and outcome
 
@@ -85,15 +84,14 @@ class Metrics:
         self._live = LiveView(lambda: total_load([*self._loads().values()]))
         self.watch_live = self._live.watch
         self._page = SharedCall(self._render_in_thread, RENDERING)
-        self._stages_of: dict[str, tuple[Histogram, ...]] = {}
-        self._of_models: list[Histogram | Counter] = []
+        self._of_models: list[Histogram | Summary | Counter] = []
         self._told: set[str] = set()  # models that have series
         self._cold: set[str] = set()  # models that were not open at the last page
         ProcessCollector(registry=self.registry)
         self._duration = self._histogram(
             "quartet_request_duration_seconds",
             "Seconds from a request's arrival to the end of its response.",
-            SECONDS,
+            COARSE_SECONDS,
             "route model status",
         )
         self._answers = self._histogram(
@@ -102,36 +100,29 @@ class Metrics:
             SECONDS,
             "priority route model",
         )
-        self._stages = self._histogram(
+        stages = self._histogram(
             "quartet_stage_seconds",
             "Seconds of each stage of a request; with several windows, of the slowest.",
             STAGE_SECONDS + SECONDS,
-            "stage model",
+            "stage",
         )
+        self._stages = tuple(map(stages.labels, STAGES))
         self._queue_wait = self._histogram(
             "quartet_queue_wait_seconds",
             "Seconds from a window's arrival to the start of its batch.",
             SECONDS,
             "model",
         )
-        self._inference = self._histogram(
-            "quartet_inference_seconds",
-            "Seconds of the session's run of a batch.",
-            SECONDS,
-            "model",
+        self._inference = self._summary(
+            "quartet_inference_seconds", "Seconds of the session's run of a batch."
         )
-        self._batch_tokens = self._histogram(
-            "quartet_batch_tokens", "Tokens in a batch.", TOKENS, "model"
+        self._batch_tokens = self._summary("quartet_batch_tokens", "Tokens in a batch.")
+        self._size = self._summary("quartet_batch_size", "Windows in a batch.")
+        self._padding = self._summary(
+            "quartet_padding_ratio", "Positions of the same batch with padding, per token."
         )
-        self._size = self._histogram("quartet_batch_size", "Windows in a batch.", SIZES, "model")
-        self._padding = self._histogram(
-            "quartet_padding_ratio",
-            "Positions of the same batch with padding, per token.",
-            RATIOS,
-            "model",
-        )
-        self._of_batches = [
-            *(self._stages, self._queue_wait, self._inference),
+        self._of_batches: list[Histogram | Summary | Counter] = [
+            *(self._queue_wait, self._inference),
             *(self._batch_tokens, self._size, self._padding),
         ]
         self._ready = self._gauge("quartet_ready", "1 while the service is ready, else 0.")
@@ -218,6 +209,13 @@ class Metrics:
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float], labels: str) -> Histogram:
         made = Histogram(name, text, labels.split(), buckets=buckets, registry=self.registry)
+        if "model" in labels.split():
+            self._of_models.append(made)
+        return made
+
+    def _summary(self, name: str, text: str) -> Summary:
+        """Return a metric of sums and counts by model, which need fewer series than a histogram."""
+        made = Summary(name, text, ["model"], registry=self.registry)
         self._of_models.append(made)
         return made
 
@@ -253,15 +251,8 @@ class Metrics:
     def observe_answer(self, model: str, tenant: str, tokens: int, stages: Sequence[float]) -> None:
         self._told.add(model)
         self._tokens.labels(model, tenant).inc(tokens)
-        for stage, seconds in zip(self._stages_at(model), stages, strict=False):
+        for stage, seconds in zip(self._stages, stages, strict=False):
             stage.observe(seconds)
-
-    def _stages_at(self, model: str) -> tuple[Histogram, ...]:
-        found = self._stages_of.get(model)
-        if found is None:
-            found = tuple(self._stages.labels(stage, model) for stage in STAGES)
-            self._stages_of[model] = found
-        return found
 
     def observe_canary(self, model: str, well: bool) -> None:
         self._told.add(model)
@@ -381,10 +372,11 @@ class Metrics:
         self._end(gone, self._of_models)
         self._told -= gone
 
-    def _end(self, models: Collection[str], families: Sequence[Histogram | Counter]) -> None:
+    def _end(
+        self, models: Collection[str], families: Sequence[Histogram | Summary | Counter]
+    ) -> None:
         """Remove the series of these models from some families."""
         for model in models:
-            self._stages_of.pop(model, None)
             for family in families:
                 family.remove_by_labels({"model": model})
 

@@ -109,11 +109,7 @@ class ModelManager:
         self._commands: set[asyncio.Task[CommandResult]] = set()
         self._metrics = metrics
         self.device = OnDemandDevice(
-            device,
-            settings,
-            trial,
-            self._refresh,
-            lambda names: self._report_resume(opening=[*names]),
+            device, settings, trial, self._refresh, lambda ids: self._report_resume(opening=ids)
         )
         self._is_stale = False
         self._refreshing: asyncio.Task[None] | None = None

@@ -231,7 +231,7 @@ class OnDemandDevice:
                 await self._try(folder, listed.sha256)
             await self._begin(name, listed.reserved)
             try:
-                await self._report_opening(self._opening_now)
+                await self._report_opening([*self._opening_now])
                 opened = await self._open(folder, listed.sha256)
                 if name in self.listed:
                     self._device.add(opened)
@@ -240,7 +240,7 @@ class OnDemandDevice:
                     self._ready.add(name)
             finally:
                 self._opening_now.remove(name)
-                await self._report_opening(self._opening_now)
+                await self._report_opening([*self._opening_now])
         except OPENING_ERRORS as error:
             self._fail(name, error)
         finally:

@@ -237,7 +237,7 @@ def test_what_cannot_be_opened_again_is_tried_again(tiny_bundle, tmp_path):
 def test_a_scrape_has_the_requests_of_every_process(tiny_bundle):
     """Series begin with the first request, in the process that answers it."""
     count = 'quartet_request_duration_seconds_count{model="tiny@1",route="/embed",status="200"}'
-    stage = 'quartet_stage_seconds_count{model="tiny@1",stage="serialise"}'
+    stage = 'quartet_stage_seconds_count{stage="serialise"}'
     with serving(tiny_bundle, "--http-workers", "2") as server:
 
         def told(times):
