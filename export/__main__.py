@@ -1,6 +1,5 @@
 """Export a checkpoint to a verified bundle: `python -m export CHECKPOINT OUT [--precision fp32 int8 fp16]`."""
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Export, and print each step. Returns the exit status."""
-    # Waiting threads of torch take no processor.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     checkpoint = arguments.parser().parse_args(argv).checkpoint  # before slow imports
     try:
         return export(argv)
