@@ -225,12 +225,12 @@ def check_graphs(
     for record in draft.manifest.graphs:
         run = verify.graph_runner(draft, record, threads=os.cpu_count() or 1)
         what = f"{record.precision} {record.layout}"
+        outputs = run(encodings)
         if record.precision == "fp32":
-            worst = verify.check_parity(expected, run, encodings, what)
+            worst = verify.check_parity(expected, outputs, what)
             tolerance["fp32"] = {"max_difference": 10 * verify.FP32_TOLERANCE}
             lines[what] = f"differs from PyTorch by {worst:.1e}"
         else:
-            outputs = run(encodings)
             digits = 6 if record.precision == "fp16" else 4
             lines[what] = describe_agreement(draft.manifest, expected, outputs, digits)
             if record.precision == "fp16":
@@ -239,7 +239,7 @@ def check_graphs(
             else:
                 least = verify.check_int8(expected, outputs, what)
             tolerance[record.precision] = {"min_cosine": least}
-        worst = verify.check_batch_invariance(run, encodings, what)
+        worst = verify.check_batch_invariance(run, encodings, outputs, what)
         lines[what] += f"; alone and in a batch by {worst:.1e}"
         show(f"{what}: {lines[what]}")
     return ExportReport(lines, tolerance)

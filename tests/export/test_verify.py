@@ -55,7 +55,7 @@ EXPECTED = outputs([0.2, 0.5], [0.5, 0.5], [0.3, 0.5])
 
 def test_parity_is_the_largest_difference():
     """What the check returns is the worst of all inputs."""
-    worst = check_parity(EXPECTED, answering(lambda _: 5e-5), ENCODINGS, "fp32")
+    worst = check_parity(EXPECTED, answering(lambda _: 5e-5)(ENCODINGS), "fp32")
     assert 5e-5 == pytest.approx(worst, rel=0.01)
 
 
@@ -64,33 +64,35 @@ def test_parity_names_graph_head_and_figure(moved, said):
     """A graph that differs, or gives no number, is refused with what differs by how much."""
     line = f"fp32 packed: head head differs from PyTorch by {said} \\(allowed 1e-04\\)"
     with pytest.raises(ParityError, match=line):
-        check_parity(EXPECTED, answering(lambda _: moved), ENCODINGS, "fp32 packed")
+        check_parity(EXPECTED, answering(lambda _: moved)(ENCODINGS), "fp32 packed")
 
 
 def test_parity_of_large_numbers():
     """Large sums have larger rounding errors; the tolerance is relative to the largest value."""
 
     def prices(moved):
-        return lambda encodings: outputs(*([4000.0 + moved] for _ in encodings))
+        return outputs(*([4000.0 + moved] for _ in ENCODINGS))
 
-    expected = prices(0.0)(ENCODINGS)
-    assert 5e-5 == pytest.approx(check_parity(expected, prices(0.2), ENCODINGS, "fp32"), rel=0.01)
+    expected = prices(0.0)
+    assert 5e-5 == pytest.approx(check_parity(expected, prices(0.2), "fp32"), rel=0.01)
     with pytest.raises(ParityError, match=r"differs from PyTorch by 5\.0e-04"):
-        check_parity(expected, prices(2.0), ENCODINGS, "fp32")
+        check_parity(expected, prices(2.0), "fp32")
 
 
 def test_results_do_not_depend_on_the_batch():
     """Answers that are the same in a batch as alone pass, wherever they are wrong."""
-    assert 0 == check_batch_invariance(answering(lambda _: 7.0), ENCODINGS, "int8")
+    run = answering(lambda _: 7.0)
+    assert 0 == check_batch_invariance(run, ENCODINGS, run(ENCODINGS), "int8")
 
 
 @pytest.mark.parametrize("moved", [1e-3, np.nan])
 def test_a_batch_dependent_graph_is_refused(moved):
     """Answers that depend on the size of their batch do not."""
+    run = answering(lambda size: moved * (size > 1))
     with pytest.raises(
         ParityError, match=r"int8 packed: answers differ by .* alone and in a batch"
     ):
-        check_batch_invariance(answering(lambda size: moved * (size > 1)), ENCODINGS, "int8 packed")
+        check_batch_invariance(run, ENCODINGS, run(ENCODINGS), "int8 packed")
 
 
 @pytest.mark.parametrize(
