@@ -78,7 +78,9 @@ def plan_products(
     for names, matrices in _groups(node for node in graph.node if is_trunk_product(node, trunk)):
         exact = {name: weights.floats(name) for name in sorted(matrices)}
         measured = [inputs[name] for name in sorted(names) if name in inputs]
-        x = np.concatenate(measured)[:: len(measured)] if measured else None
+        x = next(iter(measured), None)
+        if len(measured) > 1:
+            x = np.concatenate(measured)[:: len(measured)]
         smooth = names <= normed
         outliers = next((split[name] for name in names if name in split), None)
         if x is None:
@@ -150,7 +152,9 @@ def _rounded(exact: Mapping[str, Floats], x: Floats, outliers: Channels | None =
         exact = {name: without(weight, outliers) for name, weight in exact.items()}
     zero_point = best_zero_point(x)
     row_steps = row_scales(x, zero_point)
-    quantized = np.rint(x / row_steps) * row_steps
+    quantized = np.divide(x, row_steps)
+    np.rint(quantized, out=quantized)
+    quantized *= row_steps
     mean = x.mean(axis=0)
     matrices = {}
     for name, weight in exact.items():

@@ -19,7 +19,6 @@ DAMPING = 0.01
 BLOCK = 64  # columns that are rounded before later columns are updated
 
 Floats = NDArray[np.float32]
-Doubles = NDArray[np.float64]
 
 
 def largest(weight: Floats, levels: int) -> Floats:
@@ -50,13 +49,13 @@ def compensated(weight: Floats, scales: Floats, inputs: Floats) -> NDArray[np.in
     """
     factor = _inverse_factor(inputs)
     # [K, N], so that a column of the weight is contiguous
-    exact = np.ascontiguousarray((weight / scales[:, None]).T, dtype=np.float64)
+    exact = np.ascontiguousarray((weight / scales[:, None]).T, dtype=np.float32)
     rounded = np.zeros_like(exact)
     for start in range(0, len(exact), BLOCK):
         block = slice(start, min(start + BLOCK, len(exact)))
-        errors = np.zeros((block.stop - start, exact.shape[1]))
+        errors = np.zeros((block.stop - start, exact.shape[1]), np.float32)
         for column in range(start, block.stop):
-            least, most = -float(LEVELS), float(LEVELS)
+            least, most = np.float32(-LEVELS), np.float32(LEVELS)
             if column % 2:
                 before = rounded[column - 1]
                 most = np.minimum(most, PAIR - np.maximum(before, 0))
@@ -69,12 +68,13 @@ def compensated(weight: Floats, scales: Floats, inputs: Floats) -> NDArray[np.in
     return np.ascontiguousarray(rounded.T, dtype=np.int8)
 
 
-def _inverse_factor(inputs: Floats) -> Doubles:
+def _inverse_factor(inputs: Floats) -> Floats:
     """Return the upper Cholesky factor U, [K, K], of the inverse of the inputs' mean squares: U.T @ U = inverse."""
-    squares = (inputs.T @ inputs / np.float32(len(inputs))).astype(np.float64)
+    squares = inputs.T @ inputs
+    squares /= np.float32(len(inputs))
     damping = DAMPING * max(float(np.mean(np.diag(squares))), TINY)
-    squares[np.diag_indices_from(squares)] += damping
+    squares[np.diag_indices_from(squares)] += np.float32(damping)
     # The reversed matrix is upper.T @ upper; the inverse of its lower factor, reversed again, is upper.
-    upper, _ = lapack.dpotrf(np.asfortranarray(squares[::-1, ::-1]), overwrite_a=1)
-    inverse, _ = lapack.dtrtri(upper, overwrite_c=1)
+    upper, _ = lapack.spotrf(np.asfortranarray(squares[::-1, ::-1]), overwrite_a=1)
+    inverse, _ = lapack.strtri(upper, overwrite_c=1)
     return np.asarray(inverse.T[::-1, ::-1])

@@ -11,6 +11,7 @@ from export.passes.rounding import TINY
 MOST = 255  # activations are unsigned, because x86 multiplies u8 x s8 fastest
 ZERO_POINTS = (128, 64, 32, 16, 8)  # the first one where no inputs were measured
 OUTLIERS = 4  # channels of an input
+ROWS = 2048  # of the inputs, at least, by which outliers are chosen
 # Part of the mean square of the steps. With outliers that leave more, an input stays as it is.
 WORTH = 0.85
 
@@ -31,6 +32,7 @@ def best_zero_point(x: Floats) -> int:
 
 def choose_outliers(x: Floats) -> Channels:
     """Return the sorted channels without which the row scales of x, [T, K], are smallest; none if they gain little."""
+    x = x[:: max(len(x) // ROWS, 1)]
     zero_point = best_zero_point(x)
     steps = np.maximum(x / np.float32(MOST - zero_point), x / np.float32(-zero_point))
     rows = np.arange(len(x))
