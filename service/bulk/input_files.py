@@ -31,7 +31,11 @@ def find_files(source: str) -> list[str]:
     pattern = f"{glob.escape(path)}/**/*" if Path(path).is_dir() else path
     if pattern == path and ("*" not in path or Path(path).exists()):
         return [source]
-    found = sorted(name for name in glob.glob(pattern, recursive=True) if Path(name).is_file())
+    base = path if Path(path).is_dir() else path.partition("*")[0].rpartition("/")[0]
+    named = [
+        name for name in glob.glob(pattern, recursive=True) if not is_hidden(name[len(base) :])
+    ]
+    found = sorted(name for name in named if Path(name).is_file())
     if not found:
         raise DataError(f"{path}: no files")
     return [f"{name}?{query}" if query else name for name in found]
@@ -52,7 +56,8 @@ def find_remote(url: str) -> list[str]:
 
 
 def is_hidden(path: str) -> bool:
-    return any(part.startswith(".") for part in path.split("/"))
+    """Return whether a part of a path begins with `.` or `_`, as records of programs that write data sets do."""
+    return any(part.startswith((".", "_")) for part in path.split("/"))
 
 
 @contextmanager

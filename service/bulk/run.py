@@ -29,7 +29,7 @@ REQUEST_CHARACTERS = 2**17
 IN_FLIGHT = 4  # requests at a time
 # The file of a directory of shards. Its first line is the identity of the run; each other line is a complete shard with
 # its number of rows with an error.
-RECORD = "run.jsonl"
+RECORD = "_run.jsonl"  # readers of Parquet directories skip names that begin with _
 REPORT_S = 10.0  # between two lines of progress
 
 

@@ -88,7 +88,7 @@ def test_a_run_after_a_killed_one_computes_the_rest(tiny_bundle, files, tmp_path
         assert 0 == start(tiny_bundle, files, killed, suffix)
         names = [f"part-{part}{suffix}" for part in ("00000-00000", "00000-00001", "00000-00002")]
         names += [f"part-00001-0000{part}{suffix}" for part in range(2)]
-        assert [*names, "run.jsonl"] == sorted(path.name for path in killed.iterdir())
+        assert ["_run.jsonl", *names] == sorted(path.name for path in killed.iterdir())
         assert all((whole / name).read_bytes() == (killed / name).read_bytes() for name in names)
 
 
@@ -104,7 +104,7 @@ def test_a_run_keeps_to_its_directory(tiny_bundle, files, tmp_path):
         start(tiny_bundle, files[:1], output)
     with pytest.raises(DataError, match="has files, but not of a run"):
         start(tiny_bundle, files, tmp_path / "in")
-    with (output / "run.jsonl").open() as record:
+    with (output / "_run.jsonl").open() as record:
         fcntl.flock(record, fcntl.LOCK_EX)
         with pytest.raises(DataError, match="another process writes it"):
             start(tiny_bundle, files, output)
@@ -115,7 +115,7 @@ def test_a_record_that_was_cut_off(tiny_bundle, files, tmp_path):
     """A shard whose line is incomplete is computed again."""
     output = tmp_path / "out"
     start(tiny_bundle, files, output)
-    record = output / "run.jsonl"
+    record = output / "_run.jsonl"
     complete = record.read_bytes()
     record.write_bytes(complete[:-9])
 
@@ -155,7 +155,7 @@ def test_an_actor_of_ray_data(tiny_bundle):
 
 def test_files_of_a_directory(tmp_path):
     """A directory has the files below it, a pattern those that fit, in order and without hidden ones."""
-    for name in ("b.csv", "a.csv", "sub/c.csv", ".hidden"):
+    for name in ("b.csv", "a.csv", "sub/c.csv", ".hidden", "_run.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("text\na\n")
 
