@@ -31,6 +31,9 @@ define run_tests
 @OMP_NUM_THREADS=1 $(RUN) -m pytest -m "$(1)" $(TEST_OPTIONS) || { test $$? -eq 1 && echo "Repeating the tests that failed" && \
     OMP_NUM_THREADS=1 $(RUN) -m pytest -m "$(1)" --last-failed --last-failed-no-failures none $(ARGS); }
 endef
+# As in docs/how-to/ray.md.
+RAY := RAY_SERVE_ENABLE_HA_PROXY=1 RAY_SERVE_THROUGHPUT_OPTIMIZED=1 RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S=1 \
+    RAY_SERVE_HAPROXY_RETRY_ON="conn-failure empty-response" RAY_SERVE_HAPROXY_RETRIES=2
 PIP  := $(RUN) -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
@@ -83,8 +86,8 @@ build/versions/%: FORCE
 
 cluster: ## Test Ray Serve on a local cluster of three nodes, in its own environment .venv-ray (1 GB, ten minutes)
 	@$(MAKE) --no-print-directory VENV=.venv-ray .venv-ray/.ray
-	@RAY_SERVE_ENABLE_HA_PROXY=1 RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S=1 OMP_NUM_THREADS=1 \
-	    .venv-ray/bin/python -m pytest -o filterwarnings=default --disable-warnings tests/quartet/test_ray_serve.py
+	@$(RAY) OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest -s -o filterwarnings=default --disable-warnings \
+	    tests/quartet/test_ray_serve.py
 
 fuzz: $(VENV)/.test ## Send the service 10,000 generated requests over HTTP, and as many over gRPC (some minutes; REQUESTS=...)
 	@CONTRACT_REQUESTS=$(REQUESTS) $(RUN) -m pytest -s tests/e2e/test_contract.py tests/e2e/test_grpc_fuzz.py
