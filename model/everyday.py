@@ -28,6 +28,7 @@ KINDS = {"first": "PER", "last": "PER", "city": "LOC", "country": "LOC", "org": 
 KINDS |= {"nation": "MISC"}
 NAME = re.compile(r"(?<= )(?:\d+|[A-Z]\w+(?: [A-Z]\w+)*)")  # in a question
 CAPITAL = re.compile(r"I(?:['’]\w+)?$")  # of a word that is no name
+MOST_SENTENCES = 4  # of a context without its answer
 COMMON = 5  # a word that begins a sentence is no name if it occurs in lower case this often
 UNPUNCTUATED = 0.3  # share of the rows that lose their last mark
 
@@ -143,6 +144,37 @@ def unanswerable(rows: Sequence[QuestionRow], rng: random.Random) -> Iterator[Ro
             yield {"question": row.question, "context": rng.choice(able[:3]), "answers": []}
 
 
+def cropped(rows: Sequence[QuestionRow], rng: random.Random) -> Iterator[Row]:
+    """Yield each question with the sentences around its answer, and with others of its context, without its answer."""
+    for row in rows:
+        parts, starts, at = sentences(row.context), [], 0
+        for part in parts:
+            starts.append(at := row.context.index(part, at))
+            at += len(part)
+        ends = [start + len(part) for start, part in zip(starts, parts, strict=True)]
+        answer, place = row.answers[0]
+        index = next((i for i, end in enumerate(ends) if place + len(answer) <= end), len(parts))
+        if len(parts) < 3 or index == len(parts) or place < starts[index]:
+            continue
+        first = max(0, index - rng.randint(0, 2))
+        last = min(len(parts) - 1, index + rng.randint(0, 2))
+        answers = [{"text": answer, "answer_start": place - starts[first]}]
+        context = row.context[starts[first] : ends[last]]
+        yield {"question": row.question, "context": context, "answers": answers}
+        pairs = itertools.combinations_with_replacement(range(len(parts)), 2)
+        others = [
+            row.context[starts[a] : ends[b]]
+            for a, b in pairs
+            if b - a < MOST_SENTENCES and not a <= index <= b
+        ]
+        golds = [text.lower() for text, _ in row.answers]
+        able = [text for text in others if not any(gold in text.lower() for gold in golds)]
+        asked = {*WORD.findall(row.question.lower())}
+        able.sort(key=lambda text: -len(asked & {*WORD.findall(text.lower())}))
+        if able:
+            yield {"question": row.question, "context": rng.choice(able[:3]), "answers": []}
+
+
 def opposite_rows(templates: Row) -> Iterator[Row]:
     """Yield requests, another wording of each, and a request for the opposite that is worded like it."""
     frames = templates["frames"]
@@ -198,7 +230,7 @@ def main() -> None:
         made: dict[str, Iterable[Row]] = {
             "sentiment": sentiment_rows(templates, plain, given.rows, rng),
             "entities": entity_rows(templates, plain, given.rows, rng),
-            "answers": unanswerable(questions, rng),
+            "answers": itertools.chain(unanswerable(questions, rng), cropped(questions, rng)),
             "embeddings": [
                 *opposite_rows(templates),
                 *antonyms(templates, pairs, given.plain, rng),

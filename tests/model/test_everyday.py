@@ -75,6 +75,20 @@ def test_questions_about_another_name_have_no_answer():
     assert set(found) <= {"Who came in 7?", "What was in room 1999?"}
 
 
+def test_cropped_contexts_have_an_answer_or_none_by_their_sentences():
+    """A crop keeps the place of the answer; the sentences without it share the question's words."""
+    parts = ["Ada left Turin.", "She took the train in May.", "The train was late.", "Bea stayed."]
+    start = " ".join(parts).index("May")
+    row = QuestionRow("", "When was the train?", " ".join(parts), (("May", start),))
+    cut_up = QuestionRow("", "Who?", " ".join(parts), (("Turin. She", 9),))
+    for seed in range(9):
+        able, none = everyday.cropped([row, cut_up], random.Random(seed))
+        (answer,) = able["answers"]
+        assert able["context"][answer["answer_start"] :].startswith("May")
+        assert none["context"] in {parts[0], parts[2], parts[3], " ".join(parts[2:])}
+        assert none["answers"] == []
+
+
 def test_a_request_is_like_its_other_wording_and_unlike_its_opposite():
     templates = {
         "frames": ["How do I {}?", "I want to {}"],
