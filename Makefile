@@ -39,7 +39,7 @@ PIP  := $(RUN) -m pip --quiet --disable-pip-version-check
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help serve train setup test test-all nightly versions FORCE fuzz check chaos format docs audit clean
-.PHONY: client-environments clients cluster compat families bench bench-revisions bench-peers bench-gpu tune
+.PHONY: client-environments clients cluster compat families bench bench-revisions bench-fleet bench-peers bench-gpu tune
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -119,6 +119,9 @@ bench: $(VENV)/.test ## Measure the service and ONNX Runtime without HTTP: table
 
 bench-revisions: $(VENV)/.test ## Compare the speed of this checkout with that of another one: make bench-revisions BEFORE=DIRECTORY
 	@$(RUN) -m benchmarks.revisions "$(BEFORE)" $(ARGS)
+
+bench-fleet: $(VENV)/.test ## Measure BUNDLE with repeated texts, cold models and two devices (minutes; ARGS="repeats hits" for some)
+	@$(RUN) -m benchmarks.fleet $(BUNDLE) $(ARGS)
 
 families: $(VENV)/.test ## Compare every family with transformers, batched with unbatched, packed with padded
 	@$(RUN) -m benchmarks.families $(ARGS)

@@ -33,9 +33,9 @@ CALLERS = 64  # requests at once
 DESCRIBED = Head(task="classification", labels=("a", "b", "c", "d", "e", "f"))
 
 
-def memory_bytes() -> int:
-    """Return the private memory of this process."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+def memory_bytes(pid: int | str = "self") -> int:
+    """Return the private memory of a process."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
 
 

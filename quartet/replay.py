@@ -77,9 +77,10 @@ def main() -> int:
     return 0 if is_equal and is_signed is not False else 1
 
 
-def find_bundle(sha256: str) -> Path:
-    """Return the bundle in bundles/ or in the cache whose manifest has a hash. Raises ReplayError."""
-    known = [*Path("bundles").glob("*"), *(entry.bundle for entry in bundle_cache.entries())]
+def find_bundle(sha256: str, *others: Path) -> Path:
+    """Return the bundle in bundles/, in the cache or of `others` whose manifest has a hash. Raises ReplayError."""
+    cached = (entry.bundle for entry in bundle_cache.entries())
+    known = [*Path("bundles").glob("*"), *cached, *others]
     for folder in sorted(folder for folder in known if (folder / MANIFEST).is_file()):
         if hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest() == sha256:
             return folder
@@ -94,6 +95,7 @@ async def answer_again(
     """Send the request of a receipt to a bundle, and return the record of the new receipt. Raises ReplayError."""
     from service.api import receipts
     from service.bulk.predictor import post
+    from service.core.bundle import read_manifest
     from service.embedded import EmbeddedService
 
     left = iter(texts)
@@ -105,7 +107,10 @@ async def answer_again(
         raise ReplayError(f"the request had {len(texts) - more} texts, not {len(texts)}")
     if isinstance(body, dict):
         body.pop("model", None)
-    async with EmbeddedService(folder, precision=old["precision"]) as service:
+    bundles = [folder]
+    if encoder := read_manifest(folder).encoder:  # of a head bundle
+        bundles.append(find_bundle(encoder.sha256, *folder.resolve().parent.iterdir()))
+    async with EmbeddedService(*bundles, precision=old["precision"]) as service:
         asked = {receipts.HEADER.lower().encode(): b"1"}
         content = json.dumps(body).encode()
         status, answer, headers = await post(service.app, old["path"], content, asked)

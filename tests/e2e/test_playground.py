@@ -479,14 +479,18 @@ def test_a_link_restores_a_task(browser, page, server_url):
 
 
 def test_the_model_has_a_card(page):
-    """It lists each head, and each data set with its terms."""
+    """It lists each head, each data set with its terms, and the devices; a cold model is named as one."""
     model = page.request.get(page.url + "models").json()["models"][0]
+    model["state"] = "cold"
+    devices = [{"name": f"cpu:{n}", "ready": n == 0, "queue_tokens": 0} for n in range(2)]
     data = {"name": "News", "origin": "javascript:0", "used_for": "topic", "terms": "MIT"}
     model["datasets"] = [{**data, "commercial_use": "yes"}]
-    answer_with(page, "models", json={"models": [model]})
+    answer_with(page, "models", json={"models": [model], "devices": devices})
     page.reload()
     page.click("#card summary")
     assert [*model["heads"]] == texts(page.locator("#card table").nth(0), "tbody th")
+    assert {"cold", "cpu:0, cpu:1 (not ready)"} <= {*texts(page.locator("#card"), "dd")}
+    assert [f"{model['id']} (cold)"] == texts(page.locator("#model"), "option")
     assert [["News", "topic", "MIT", "yes"]] == [
         texts(row, "th, td") for row in page.locator("#card table").nth(1).locator("tbody tr").all()
     ]

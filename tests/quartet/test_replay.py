@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import sys
 from typing import Any
 
@@ -11,6 +12,7 @@ from quartet import replay
 from service.api import receipts
 from service.bulk.predictor import post
 from service.embedded import EmbeddedService
+from tests.head_bundles import save_head
 
 ASK = {receipts.HEADER.lower().encode(): b"1"}
 NAME = receipts.HEADER.lower().encode()
@@ -114,3 +116,17 @@ def test_a_receipt_fits_a_header():
     assert 18 == len(taken)
     assert [["a", "b"]] * 9 == receipts.put(mark, iter(taken))
     assert {receipts.TEXTS: 5000} == receipts.take(["a"] * 5000, [])
+
+
+async def test_an_answer_of_a_head_bundle_is_made_again(states_bundle, tmp_path, monkeypatch):
+    """Its encoder is a bundle next to it; the receipt has the hash of the head, which has that of the encoder."""
+    head = save_head(states_bundle, tmp_path / "head")
+    content = json.dumps({"inputs": TEXT, "model": "head"}).encode()
+    async with EmbeddedService(states_bundle, head) as service:
+        _, _, headers = await post(service.app, "/classify", content, ASK)
+    old, _ = receipts.unseal(headers[NAME].decode(), "")
+    with pytest.raises(replay.ReplayError, match="no bundle in bundles/"):
+        await replay.answer_again(head, old, [TEXT], "")
+    shutil.copytree(states_bundle, tmp_path / "encoder")
+    new = await replay.answer_again(head, old, [TEXT], "")
+    assert replay.compare(old, new)[1]

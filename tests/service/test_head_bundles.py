@@ -116,6 +116,26 @@ async def test_heads_come_and_go_while_their_encoder_is_served(states_bundle, he
         assert [model["id"] for model in models] == ["states@1"]
 
 
+async def test_a_candidate_head_gets_mirrored_requests(states_bundle, heads, tmp_path):
+    """Its results are compared with those of the current version, which alone are returned."""
+    root = tmp_path / "models"
+    shutil.copytree(heads, root)
+    async with serving(states_bundle, heads / "again", models_dir=root) as service:
+        before = await service.classify(TEXTS, model="again")
+        await service.load_model("again-v2", promote=False, shadow=1.0)
+        assert before == await service.classify(TEXTS, model="again")
+
+        async def compared() -> dict[str, dict[str, int]]:
+            models = {model["id"]: model for model in (await service.models())["models"]}
+            found: dict[str, dict[str, int]] = models["again@2"]["compared"]
+            return found
+
+        while not (counts := await compared()):
+            await asyncio.sleep(0.01)
+    assert ["classification"] == [*counts]
+    assert len(TEXTS) == sum(counts["classification"].values())
+
+
 async def test_a_head_without_its_encoder_is_refused(tiny_bundle, states_bundle, heads, tmp_path):
     """By the name and the hash of the encoder, also if another version has the name."""
     root = tmp_path / "models"

@@ -546,14 +546,15 @@ const select = document.getElementById("model");
 async function loadModels(panels) {
   if (key()) askForKey();
   try {
-    const { models = [] } = (await call("models")).answer;
+    const { models = [], devices = [] } = (await call("models")).answer;
     if (!models.length) throw problem("The service lists no models.");
-    select.replaceChildren(...models.map(({ id }) => node("option", { value: id }, id)));
+    select.replaceChildren(...models.map(({ id, state }) =>
+      node("option", { value: id }, ["cold", "set_aside"].includes(state) ? `${id} (${state})` : id)));
     select.onchange = () => {
       const model = models.find(({ id }) => id === select.value);
       document.getElementById("model-facts").textContent = describe(model);
       document.getElementById("model-terms").replaceChildren(...terms(model));
-      document.getElementById("card-body").replaceChildren(...modelCard(model));
+      document.getElementById("card-body").replaceChildren(...modelCard(model, devices));
       document.getElementById("card").hidden = false;
       panels.forEach((panel) => applyModel(panel, model));
     };

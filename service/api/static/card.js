@@ -38,10 +38,13 @@ function source({ name, origin }) {
   return /^https?:\/\//.test(origin) ? node("a", { href: origin, rel: "noreferrer" }, name) : name;
 }
 
-export function modelCard(model) {
-  const { memory, provider, aliases = [], datasets = [] } = model;
+export function modelCard(model, devices) {
+  const { memory, provider, reserved, aliases = [], datasets = [] } = model;
   const facts = {
-    State: model.state,
+    State: [model.state, model.problem].filter(Boolean).join(": "),
+    Encoder: model.encoder,
+    Devices: devices.map(({ name, ready }) => (ready ? name : `${name} (not ready)`)).join(", "),
+    "Part of memory_budget": reserved && megabytes(reserved),
     "Also named": aliases.join(", "),
     Graph: [model.precision, model.layout, provider?.replace("ExecutionProvider", "")].filter(Boolean).join(", "),
     Runtime: model.runtime,

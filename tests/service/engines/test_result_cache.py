@@ -199,3 +199,12 @@ async def test_results_end_with_their_model():
     cached.cache.keep({**MODELS, "m@1": "other"})
     await cached.ask(1)
     assert cached.device.computed[-1] == 1
+
+
+@pytest.mark.nightly
+async def test_a_million_hits_have_the_computed_bytes():
+    cached = Cached()
+    computed = [output.tobytes() for output in await cached.ask(*range(1000))]
+    for _ in range(1000):
+        assert computed == [output.tobytes() for output in await cached.ask(*range(1000))]
+    assert cached.found == {"computed": 1000, "joined": 0, "hit": 1_000_000}

@@ -1,0 +1,186 @@
+"""The goals of a fleet on one machine: repeated texts, cold models, and fair shares of several devices.
+
+    python -m benchmarks.fleet BUNDLE [repeats] [hits] [cold] [shares]
+
+- `repeats`: a trace with 37 % repeated texts, with `cache_mb` per without it, per processor second, without HTTP.
+- `hits`: the latency of a remembered result over HTTP, less that of the liveness check.
+- `cold`: 30 copies of BUNDLE within a budget for ten, under Zipf traffic, and the memory per that of ten resident ones.
+- `shares`: the ratio of two API keys' throughputs on one device, and that on two devices per that on one.
+"""
+
+import argparse
+import asyncio
+import http.client
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from benchmarks.heads import memory_bytes
+from benchmarks.lib import machine, processes, servers, traffic
+from service.embedded import EmbeddedService
+from service.keys import make_key, record
+from service.tasks.embedding import Embedding
+
+Figures = dict[str, float]
+PART, PARTS = 300, 10  # requests of a round, and rounds
+MODELS, BUDGET = 30, 10
+KEYS = {name: make_key() for name in ("many", "few", "bulk")}
+
+
+def trace(draw: np.random.Generator) -> list[str]:
+    """Return texts of which a share repeats an earlier one, the popular ones more often, by a Zipf law."""
+    found: list[str] = []
+    for text in traffic.texts(traffic.MIXES["news"], PART * PARTS):
+        repeats = found and draw.random() < 0.37
+        found.append(found[(draw.zipf(1.2) - 1) % len(found)] if repeats else text)
+    return found
+
+
+async def repeats(bundle: Path, _: Path) -> Figures:
+    async def rate(service: EmbeddedService, texts: Sequence[str]) -> float:
+        left, began = iter(texts), time.process_time()
+
+        async def call() -> None:
+            for text in left:
+                await service.answer(Embedding(inputs=[text]))
+
+        await asyncio.gather(*(call() for _ in range(16)))
+        return len(texts) / (time.process_time() - began)
+
+    texts, ratios = trace(np.random.default_rng(0)), []
+    async with EmbeddedService(bundle) as plain, EmbeddedService(bundle, cache_mb=64) as cached:
+        for start in range(0, len(texts), PART):
+            part = texts[start : start + PART]
+            ratios.append(await rate(cached, part) / await rate(plain, part))
+    return {"repeated": 1 - len({*texts}) / len(texts), "cached_per_plain": median(ratios)}
+
+
+async def hits(bundle: Path, _: Path) -> Figures:
+    with service(bundle, "--cache-mb", 16) as (port, _):
+        client = http.client.HTTPConnection("127.0.0.1", port)
+        body = {"inputs": "Ada drew a comet."}
+        pairs = [(call(client, "/embed", body), call(client, "/health/live")) for _ in range(2000)]
+    return {"hit_minus_live_ms": median(hit - live for hit, live in pairs[100:])}
+
+
+@contextmanager
+def service(*flags: object) -> Iterator[tuple[int, int]]:
+    """Start the service; yield its port and process."""
+    port = servers.free_port()
+    command = [sys.executable, "-m", "service", *map(str, flags), "--port", str(port)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        try:
+            servers.wait_until_ready(process, port, "/health/ready", 120)
+            yield port, process.pid
+        finally:
+            process.terminate()
+
+
+def call(
+    client: http.client.HTTPConnection, path: str, body: object = None, key: str = ""
+) -> float:
+    """Send a request, and return its milliseconds."""
+    began, headers = time.perf_counter(), {"Content-Type": "application/json"}
+    headers |= {"Authorization": f"Bearer {KEYS[key]}"} if key else {}
+    client.request("POST" if body else "GET", path, json.dumps(body) if body else None, headers)
+    with client.getresponse() as reply:
+        reply.read()
+        assert reply.status == 200, reply.status
+    return 1000 * (time.perf_counter() - began)
+
+
+async def cold(bundle: Path, root: Path) -> Figures:
+    names, manifest = (
+        [f"m{n}" for n in range(MODELS)],
+        json.loads((bundle / "manifest.json").read_text()),
+    )
+    for name in names:
+        (root / name).mkdir()
+        for file in {*bundle.iterdir()} - {bundle / "manifest.json"}:
+            os.link(file, root / name / file.name)
+        (root / name / "manifest.json").write_text(json.dumps({**manifest, "name": name}))
+
+    def ask(name: str) -> float:
+        client = http.client.HTTPConnection("127.0.0.1", port)
+        return call(client, "/embed", {"inputs": "Ada", "model": name})
+
+    def memory() -> int:
+        return sum(memory_bytes(pid) for pid, _ in processes.members(root_pid))
+
+    with service(*(root / name for name in names[:BUDGET])) as (port, root_pid):
+        for name in names[:BUDGET] * 2:
+            ask(name)
+        resident = memory()
+    opened = max(graph["memory"]["opened"] for graph in manifest["graphs"])
+    flags = ("--models-dir", root, "--memory-budget", BUDGET * opened)
+    with service(*flags) as (port, root_pid), ThreadPoolExecutor(32) as clients:
+        for name in names:  # proves all
+            ask(name)
+        draw, asking = np.random.default_rng(7), []
+        for _ in range(200):
+            asking.append(clients.submit(ask, names[(draw.zipf(1.2) - 1) % MODELS]))
+            time.sleep(draw.exponential(0.25))
+        times = [one.result() for one in asking]
+        return {
+            "zipf_p50_ms": median(times),
+            "zipf_p99_ms": float(np.percentile(times, 99)),
+            "memory_per_resident": memory() / resident,
+        }
+
+
+async def shares(bundle: Path, root: Path) -> Figures:
+    keys = "".join(record(name, key) for name, key in KEYS.items())
+    (root / "keys.toml").write_text(keys + 'priority = "bulk"\n')
+    body = {"inputs": traffic.texts(traffic.MIXES["news"], 8)}
+
+    def ratio(devices: str, rival: str) -> float:
+        answered = Counter[str]()
+
+        def run(name: str) -> None:
+            client = http.client.HTTPConnection("127.0.0.1", port)
+            while time.monotonic() < end:
+                call(client, "/embed", body, name)
+                answered[name] += 1
+
+        flags = (bundle, "--devices", devices, "--api-keys", root / "keys.toml")
+        with service(*flags) as (port, _), ThreadPoolExecutor(18) as clients:
+            end = time.monotonic() + 8.0
+            list(clients.map(run, ["many"] * 12 + [rival] * 6))
+        return answered["many"] / answered[rival]
+
+    found = {}
+    for rival in ("few", "bulk"):
+        pairs = [(ratio("cpu*2", rival), ratio("cpu", rival)) for _ in range(3)]
+        found[f"many_per_{rival}"] = median(one for _, one in pairs)
+        found[f"many_per_{rival}_on_two_per_one"] = median(two / one for two, one in pairs)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("bundle", type=Path)
+    parts = {part.__name__: part for part in (repeats, hits, cold, shares)}
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(parts))
+    options = parser.parse_args()
+    found: dict[str, object] = {"machine": machine.describe()}
+    for name in options.parts or parts:
+        with tempfile.TemporaryDirectory(dir=options.bundle.parent) as folder:
+            found |= asyncio.run(parts[name](options.bundle, Path(folder)))
+        print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
