@@ -40,6 +40,7 @@ from service.processes.child_process import child_python
 BUNDLES = Path("bundles")  # where `quartet train` writes
 # Of the cache: above it, the entries that were not used for the longest time are removed.
 MOST_BYTES = 20 * 10**9
+MAIN_FILES = ("config.json", "modules.json", "gliner_config.json")  # a checkpoint has one
 HUB_NAME = re.compile(r"(?:[\w.-]+/)?[\w.-]+")
 KEY = re.compile(r"[0-9a-f]{16}")
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -111,7 +112,7 @@ def find_checkpoint(url: str) -> Entry:
         files = files_at(url).list(READ_FILES)
     except RemoteError as error:
         raise SourceError(str(error)) from None
-    if not {"config.json", "modules.json"} & files.keys():
+    if not {*MAIN_FILES} & files.keys():
         raise SourceError(
             f"{url}: no bundle and no checkpoint: it has no {MANIFEST} and no config.json"
         )
@@ -221,8 +222,10 @@ def last_commit(model: str, revision: str) -> str:
         from huggingface_hub import try_to_load_from_cache
     except ImportError:
         return ""
-    file = try_to_load_from_cache(model, "config.json", revision=revision or "main")
-    return Path(file).parent.name if isinstance(file, str) else ""
+    files = (
+        try_to_load_from_cache(model, name, revision=revision or "main") for name in MAIN_FILES
+    )
+    return next((Path(file).parent.name for file in files if isinstance(file, str)), "")
 
 
 # -- writing ------------------------------------------------------------------------------------------

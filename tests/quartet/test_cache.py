@@ -122,6 +122,21 @@ def test_names_on_the_hub(exports, monkeypatch, capsys):
         resolve("me/other")
 
 
+@pytest.mark.parametrize("file", ["config.json", "modules.json", "gliner_config.json"])
+def test_the_cache_of_the_hub_client_without_a_network(file, exports, tmp_path, monkeypatch):
+    """A model that was downloaded before is found by any of the files that a checkpoint begins with."""
+    monkeypatch.setattr(HfApi, "model_info", raise_no_network)
+    found = {file: str(tmp_path / "snapshots" / "c0ffee" / file)}
+    monkeypatch.setattr(
+        "huggingface_hub.try_to_load_from_cache", lambda model, name, revision: found.get(name)
+    )
+    assert "c0ffee" == cache.find("me/e5").source.commit
+
+
+def raise_no_network(*_: object, **__: object) -> None:
+    raise OSError("no network")
+
+
 def test_a_file_of_pull_is_served_elsewhere(exports, tmp_path, monkeypatch, capsys):
     checkpoint()
     monkeypatch.setattr(sys, "argv", ["quartet pull", "mine", "--to", "mine.tar"])
@@ -218,7 +233,9 @@ def test_bundles_and_checkpoints_at_addresses(exports, mini_bundle, tmp_path, mo
         assert [f"{web.url}/mine", "--name", "mine"] == [exports[0][0], *exports[0][2:]]
         checkpoint(weights="12")
         assert first != resolve(f"{web.url}/mine")
-        assert 2 == len(exports)
+        (folder / "config.json").rename(folder / "gliner_config.json")
+        resolve(f"{web.url}/mine")
+        assert 3 == len(exports)
         shutil.copytree(mini_bundle, tmp_path / "work" / "mini")
         url = f"{web.url}/mini"
         assert ["--port", "1", str(resolve(url))] == serve.with_bundles(["--port", "1", url])
