@@ -9,47 +9,30 @@ Shapes as in `model/bert.py`
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
-from model.attention import PackedLayout
+from model.attention import PackedLayout, real_slots, to_slots
 from model.config import BertConfig
-from model.heads import EncoderWithHeads
-from model.pooling import mean_tokens
+from model.heads import EncoderWithHeads, WordLabels
 from service.core.manifest import Head
 
 START = "<quartet-start>"  # the token before each text
-LEAST = 1e-6  # less than the share of a single token in the longest sequence
 
 
 class StaticTable(nn.Module):
-    """The vector of each token and, as the last number, 1 for a token that counts and 0 for another."""
+    """The vector of each token and 1 for a token that counts, 0 for another."""
 
     def __init__(self, table: Tensor, counted: Tensor):
         super().__init__()
         self.embeddings = nn.ModuleDict({"word": nn.Embedding.from_pretrained(table)})  # [V, H]
         self.counted = nn.Embedding.from_pretrained(counted[:, None])  # [V, 1]
 
-    def forward(
-        self, input_ids: Tensor, token_type_ids: Tensor, position_ids: Tensor, layout: PackedLayout
-    ) -> Tensor:
-        """`[T]` each -> `[T, H + 1]`."""
-        return torch.cat([self.embeddings["word"](input_ids), self.counted(input_ids)], dim=-1)
-
-
-class StaticMean(nn.Module):
-    """The mean over the tokens of a sequence that count, zeros if there are none, then dense layers."""
-
-    def __init__(self, dense: Sequence[nn.Module] = ()):
-        super().__init__()
-        self.dense = nn.Sequential(*dense)
-
-    def forward(self, hidden_states: Tensor, layout: PackedLayout) -> Tensor:
-        """`[T, H + 1]` -> `[B, D]`."""
-        # In fp64, whose sums have the same rounded result in any batch: dense layers may enlarge a difference.
-        means = mean_tokens(hidden_states.double(), layout)  # [B, H + 1]
-        vectors = means[:, :-1] / means[:, -1:].clamp(min=LEAST)  # [B, H]
-        return self.dense(vectors.to(hidden_states.dtype))  # [B, D]
+    def forward(self, input_ids: Tensor, layout: PackedLayout) -> Tensor:
+        """The mean over the tokens of a sequence that count, zeros if there are none: `[T]` -> `[B, H]`."""
+        slots = to_slots(input_ids[:, None], layout)[..., 0]  # [B, S]
+        weights = self.counted(slots)[..., 0] * real_slots(layout)  # [B, S]
+        sums = weights[:, None] @ self.embeddings["word"](slots)  # [B, 1, H]
+        return sums[:, 0] / weights.sum(dim=1, keepdim=True).clamp(min=1)  # [B, H]
 
 
 class StaticModel(EncoderWithHeads):
@@ -66,4 +49,17 @@ class StaticModel(EncoderWithHeads):
         )
         self.described = {"embedding": head}
         self.encoder = StaticTable(table, counted)
-        self.heads = nn.ModuleDict({"embedding": StaticMean(dense)})
+        self.heads = nn.ModuleDict({"embedding": nn.Sequential(*dense)})
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        token_type_ids: Tensor,
+        position_ids: Tensor,
+        layout: PackedLayout,
+        heads: list[str] | None = None,
+        positions: Tensor | None = None,
+        of: WordLabels | None = None,
+    ) -> dict[str, Tensor]:
+        """Return the vectors, `[B, D]`."""
+        return {"embedding": self.heads["embedding"](self.encoder(input_ids, layout))}
