@@ -34,6 +34,7 @@ from export.passes import (
 from export.passes import fp16 as half
 from export.passes.graph_utils import WEIGHTS, embed_weights
 from export.passes.portable import make_portable
+from export.passes.sliding_window import lower_windows
 from model.checkpoints import writer
 from model.checkpoints.head_config import declares_pooling
 from model.checkpoints.reader import read_teachers
@@ -160,6 +161,7 @@ def write_graphs(
     windows: texts whose numbers decide how int8 rounds; empty for no int8 graph
     """
     portable = make_portable(packed)
+    lower_windows(packed)
     mask_free_attention.drop_masks(packed)
     if windows:
         show("calibrating and rounding the int8 graph ...")

@@ -23,6 +23,7 @@ from export.passes import mask_free_attention
 from export.passes.fold import fold
 from export.passes.graph_utils import check_model, read_tensor
 from export.passes.joint_gather import join_gathers
+from export.passes.sliding_window import MARK, lower_windows
 from model.attention import PackedLayout
 from model.heads import EncoderWithHeads, WordLabels
 from service.core import packing
@@ -102,6 +103,7 @@ def export_packed(model: EncoderWithHeads) -> onnx.ModelProto:
     Raises ValueError for a head with the name of an input.
     """
     proto = trace_packed(model)
+    lower_windows(proto)
     mask_free_attention.drop_masks(proto)
     return proto
 
@@ -216,6 +218,9 @@ def _tidy(proto: onnx.ModelProto, outputs: list[str]) -> onnx.ModelProto:
         node.output[:] = [renamed.get(name, name) for name in node.output]
         del node.metadata_props[:]
         node.doc_string = ""
+        for found in [one for one in node.attribute if one.name == "reach"]:  # not of the operator
+            node.doc_string = f"{MARK}{found.i}"
+            node.attribute.remove(found)
     for value in proto.graph.output:
         value.name = renamed[value.name]
     del proto.graph.value_info[:]

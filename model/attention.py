@@ -309,17 +309,20 @@ def _onnx(x: Inputs) -> Tensor:
     """A graph for a CPU: one node between two gathers.
 
     inputs: queries, keys and values [B, S, ND], nothing, key lengths [B] int32, and the bias, unless there is none
-    attributes: num_heads, scale, and unidirectional = 1 if the mask is causal; its reach is in the bias
-    `export.passes.mask_free_attention` replaces the key lengths where it can, `export.passes.portable` the node.
+    attributes: num_heads, scale, unidirectional = 1 if the mask is causal, and its reach if the bias is of it alone
+    `export.passes.mask_free_attention` replaces the key lengths where it can, `export.passes.sliding_window` the bias,
+    `export.passes.portable` the node.
     """
     q, k, v = _slots(x)  # [B, S, ND]
     bias = _bias(x, replace(x.mask, causal=False))
     scale = x.scale or (q.shape[-1] // x.num_heads) ** -0.5
-    causal = {"unidirectional": 1} if x.mask.causal else {}
+    attributes = {"unidirectional": 1} if x.mask.causal else {}
+    if x.mask.reach is not None and x.bias is None:
+        attributes["reach"] = x.mask.reach
     context = torch.onnx.ops.symbolic(
         "com.microsoft::MultiHeadAttention",
         [q, k, v, None, x.layout.lengths.to(torch.int32), *_optional(bias)],
-        {"num_heads": x.num_heads, "scale": scale, **causal},
+        {"num_heads": x.num_heads, "scale": scale, **attributes},
         dtype=q.dtype,
         shape=q.shape,
         version=1,
