@@ -162,7 +162,7 @@ async def test_a_server_opens_the_service_by_its_lifespan(tiny_bundle):
     await service.app({"type": "lifespan", "state": {}}, receive, send)
 
     assert ["lifespan.startup.complete", "lifespan.shutdown.complete"] == sent
-    config = uvicorn.Config(service.app)
+    config = uvicorn.Config(service.app, log_config=None)
     config.load()
     assert "asgi3" == config.interface
 
