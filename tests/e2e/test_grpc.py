@@ -27,6 +27,7 @@ from google.protobuf.descriptor_pool import DescriptorPool  # noqa: E402
 from google.protobuf.message_factory import GetMessageClass  # noqa: E402
 
 from service.api.dialects import open_inference_pb2 as messages  # noqa: E402
+from service.api.dialects.grpc_server import STREAMS  # noqa: E402
 from service.api.dialects.inference_grpc import RPCS, SERVICE  # noqa: E402
 from service.api.dialects.standard_grpc import (  # noqa: E402
     ANSWER,
@@ -278,6 +279,7 @@ def test_messages_of_many_fields(tiny_bundle, tmp_path, compression):
         own = [("api-key", key)]
         short = infer(texts(), outputs=[{"name": "topics"}]).SerializeToString()
         assert send(channel, short, metadata=own).result()
+        assert "UNAUTHENTICATED" == send(channel, short).code().name  # the first takes memory
         before = resident_mb(http_process)
         for _ in range(3):
             assert "UNAUTHENTICATED" == send(channel, EMPTY_INPUTS).code().name
@@ -300,8 +302,10 @@ def test_calls_without_messages(tiny_bundle, tmp_path):
     asked = infer(texts(), outputs=[{"name": "topics"}])
     with serving(tiny_bundle, *options) as server, ExitStack() as stack:
         channels = [stack.enter_context(channel_to(server)) for _ in range(3)]
-        for call in stack.enter_context(Waiting(channels[0], 200)):
-            assert "UNAUTHENTICATED" == call.code().name
+        # Beyond `STREAMS` calls that do not end, the library may reset calls in place of their refusal.
+        calls = stack.enter_context(Waiting(channels[0], STREAMS))
+        refused = {(call.code().name, call.details()[:80]) for call in calls}
+        assert {"UNAUTHENTICATED"} == {name for name, _ in refused}, refused
         calls = stack.enter_context(Waiting(channels[1], 100, metadata=[("api-key", one)]))
         until(lambda: sum(not call.done() for call in calls) < BODIES)
         begin(channels[2], INFER, asked, metadata=[("api-key", other)]).result()
@@ -310,7 +314,7 @@ def test_calls_without_messages(tiny_bundle, tmp_path):
         server.process.send_signal(signal.SIGTERM)
         # Calls beyond the tenant's share of memory may still wait for their refusal.
         assert {"UNAVAILABLE"} == {call.code().name for call in left} - {"RESOURCE_EXHAUSTED"}
-        assert 0 == server.process.wait(20)
+        assert 0 == server.process.wait(60)
         assert "Traceback" not in "".join(server.log)
 
 
@@ -403,7 +407,7 @@ def test_reflection(channel, name):
 
 def test_pings(server):
     """A client may send pings every second, also without calls."""
-    options = {"keepalive_time_ms": 600, "keepalive_permit_without_calls": 1}
+    options = {"keepalive_time_ms": 1000, "keepalive_permit_without_calls": 1}
     options |= {"http2.max_pings_without_data": 0}
     named = [(f"grpc.{name}", value) for name, value in options.items()]
     with grpc.insecure_channel(server.grpc_address, options=named) as channel:
@@ -422,10 +426,11 @@ def test_drain(tiny_bundle, workers):
     options = ("--grpc-port", 0, "--http-workers", workers)
     with serving(tiny_bundle, *options) as server, channel_to(server) as channel:
         asked = infer(texts([LONG]), outputs=[{"name": "embeddings"}])
-        calls = [begin(channel, INFER, asked) for _ in range(3)]
-        # On the same connection, this call arrives after the others.
-        begin(channel, "ServerReady", messages.ServerReadyRequest()).result()
-        assert not any(call.done() for call in calls)
+        calls = []
+        while all(call.done() for call in calls):
+            calls = [begin(channel, INFER, asked) for _ in range(3)]
+            # On the same connection, this call arrives after the others. A busy machine may answer it last.
+            begin(channel, "ServerReady", messages.ServerReadyRequest()).result()
         server.process.send_signal(signal.SIGTERM)
         until(lambda: any('"draining"' in line for line in server.log))
         with ThreadPoolExecutor() as pool:
