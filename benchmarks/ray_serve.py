@@ -1,0 +1,139 @@
+"""Measure the service behind Ray Serve, and by itself: processor time per request, all processes included.
+
+RAY_SERVE_ENABLE_HA_PROXY=1 RAY_SERVE_THROUGHPUT_OPTIMIZED=1 .venv-ray/bin/python -m benchmarks.ray_serve BUNDLE
+
+One replica with all cores (`one`) and a replica for each core (`each`) run in one local cluster of Ray. The loads take
+turns, so that other work on the machine slows all of them. Ray's processes also work without requests: that time is
+stated, and it counts.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import uvloop
+
+from benchmarks.lib import processes, traffic
+from benchmarks.lib.environments import ROOT
+from benchmarks.lib.load_generator import closed_loop, request_bytes
+from benchmarks.lib.servers import end, free_port, wait_until_ready
+from service.settings import usable_cores
+
+START_S = 180.0  # for Ray and its replicas
+IDLE_S = 5.0
+
+
+def main() -> None:
+    """Measure, and print a table and a JSON line; with --port, serve instead."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--precision", default="int8")
+    parser.add_argument("--path", default="embed", help="route of one text")
+    parser.add_argument("--connections", type=int, default=32)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    own = parser.parse_args()
+    if own.port:
+        return serve_on_ray(own.bundle.resolve(), own.precision, own.port)
+    bundle = str(own.bundle.resolve())
+    texts = traffic.texts(traffic.MIXES["news"])
+    plain = ["service", bundle, "--precision", own.precision, "--log-level", "error"]
+    ray = ["benchmarks.ray_serve", bundle, "--precision", own.precision]
+    with running(plain, "/health/ready") as first, running(ray, "/each/health/ready") as second:
+        contenders = {"plain": (first, ""), "one": (second, "/one"), "each": (second, "/each")}
+        idle = {
+            name: spent_s(server[0], IDLE_S) / IDLE_S for name, (server, _) in contenders.items()
+        }
+        found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in contenders}
+        for number in range(own.rounds + 1):
+            for name, ((pid, port), prefix) in contenders.items():
+                path = f"{prefix}/{own.path}"
+                requests = [
+                    request_bytes(path, json.dumps({"inputs": text}).encode()) for text in texts
+                ]
+                before = processes.cpu_s(pid)
+                load = uvloop.run(closed_loop(port, requests, own.connections, own.seconds))
+                cpu_s = (processes.cpu_s(pid) - before) * load.seconds / load.lasted
+                if number:  # the first round is slower
+                    figures = 1000 * cpu_s / load.requests, load.rate, load.percentile(50)
+                    found[name].append(figures)
+    table = {
+        name: dict(
+            zip(("cpu_ms", "per_s", "p50_ms"), np.median(rounds, axis=0).tolist(), strict=True)
+        )
+        | {"idle": idle[name]}
+        for name, rounds in found.items()
+    }
+    base = [cpu_ms for cpu_ms, _, _ in found["plain"]]
+    print("        CPU ms   ratio  (range)       req/s   p50 ms   cores without requests")
+    for name, row in table.items():
+        ratios = [cpu_ms / own for (cpu_ms, _, _), own in zip(found[name], base, strict=True)]
+        row["ratio"] = float(np.median(ratios))
+        print(
+            f"{name:<6}{row['cpu_ms']:>8.2f}{row['ratio']:>8.2f}  ({min(ratios):.2f}-{max(ratios):.2f})"
+            f"{row['per_s']:>10.0f}{row['p50_ms']:>9.1f}{row['idle']:>10.2f}"
+        )
+    print(json.dumps(table))
+    return None
+
+
+def spent_s(pid: int, seconds: float) -> float:
+    """Return the processor seconds of a tree of processes in the next `seconds`."""
+    before = processes.cpu_s(pid)
+    time.sleep(seconds)
+    return processes.cpu_s(pid) - before
+
+
+@contextmanager
+def running(command: list[str], ready: str) -> Iterator[tuple[int, int]]:
+    """Run a module that serves; yields the id of its process and its port."""
+    port = free_port()
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command, "--port", str(port)], cwd=ROOT, start_new_session=True
+    )
+    try:
+        wait_until_ready(process, port, ready, START_S)
+        yield process.pid, port
+    finally:
+        end(process)
+
+
+def serve_on_ray(bundle: Path, precision: str, port: int) -> None:
+    """Serve the applications `one` and `each` on a local cluster, until the process ends."""
+    import ray
+    from ray import serve
+
+    from quartet.ray_serve import Options, build
+
+    cores = usable_cores()
+    # Ray counts cores for placement only: both applications together get twice the machine's.
+    ray.init(
+        address="local",
+        num_cpus=2 * cores,
+        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
+        log_to_driver=False,
+    )
+    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+    for name, cpus in (("one", cores), ("each", 1)):
+        replicas = cores // cpus
+        options = Options(
+            bundles=(str(bundle),),
+            settings={"precision": precision},
+            cpus=cpus,
+            min_replicas=replicas,
+            max_replicas=replicas,
+        )
+        serve.run(build(options), name=name, route_prefix=f"/{name}")
+    while True:
+        time.sleep(60)
+
+
+if __name__ == "__main__":
+    main()
