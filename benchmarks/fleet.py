@@ -153,7 +153,15 @@ async def shares(bundle: Path, root: Path) -> Figures:
                 call(client, "/embed", body, name)
                 answered[name] += 1
 
-        flags = (bundle, "--devices", devices, "--api-keys", root / "keys.toml")
+        flags = (
+            bundle,
+            "--devices",
+            devices,
+            "--api-keys",
+            root / "keys.toml",
+            "--deadline-ms",
+            60_000,
+        )
         with service(*flags) as (port, _), ThreadPoolExecutor(18) as clients:
             end = time.monotonic() + 8.0
             list(clients.map(run, ["many"] * 12 + [rival] * 6))
@@ -179,7 +187,9 @@ def main() -> None:
     for name in options.parts or parts:
         with tempfile.TemporaryDirectory(dir=options.bundle.parent) as folder:
             found |= asyncio.run(parts[name](options.bundle, Path(folder)))
-        print(json.dumps(found, indent=1))
+    for name, value in found.items():
+        print(f"{name:<32} {value}")
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
