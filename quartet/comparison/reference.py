@@ -10,11 +10,16 @@ import numpy as np
 from quartet.cache import HUB_NAME
 from quartet.comparison import servers
 from quartet.comparison.sides import Item, SideError, Task
-from service.core.decode import SparseVector
+from service.core import decode
+from service.core.decode import AnswerSpan, SparseVector
+from service.core.encode import Encoding
+from service.core.manifest import Head
+from service.engines.engine import STRIDE
 
 TASKS: dict[str, Task] = {
     "ForSequenceClassification": "labels",
     "ForTokenClassification": "entities",
+    "ForQuestionAnswering": "answers",
     "ForMaskedLM": "sparse",
 }
 
@@ -58,6 +63,9 @@ class Reference:
                     return sentence_transformers.SparseEncoder(self.name, device="cpu")
                 case "labels":
                     return transformers.pipeline("text-classification", self.name, top_k=None)
+                case "answers":
+                    network = transformers.AutoModelForQuestionAnswering.from_pretrained(self.name)
+                    return transformers.AutoTokenizer.from_pretrained(self.name), network.eval()
             return transformers.pipeline(
                 "token-classification", self.name, aggregation_strategy="first"
             )
@@ -87,6 +95,47 @@ class Reference:
                 return SparseVector(ids, row[ids].astype(np.float32))
             case "labels":
                 return servers.labels(self._model(item[0], truncation=True))
+            case "answers":
+                return answer_spans(*self._model, *item)
         return servers.entities(
             [{**own, "score": float(own["score"])} for own in self._model(item[0])]
         )
+
+
+def answer_spans(tokenizer: Any, network: Any, question: str, context: str) -> list[AnswerSpan]:
+    """Return the best span by transformers' tokens and scores. Version 5 has no pipeline that chooses spans."""
+    import torch
+
+    longest = min(tokenizer.model_max_length, network.config.max_position_embeddings)
+    own = len(tokenizer(question, add_special_tokens=False)["input_ids"])
+    capacity = longest - own - tokenizer.num_special_tokens_to_add(pair=True)
+    more = ("return_overflowing_tokens", "return_offsets_mapping")
+    made = tokenizer(
+        question,
+        context,
+        truncation="only_second",
+        max_length=longest,
+        stride=min(STRIDE, capacity // 2),
+        **dict.fromkeys(more, True),
+    )
+    windows, scores = [], []
+    for number, ids in enumerate(made["input_ids"]):
+        names = {"input_ids", "attention_mask", "token_type_ids"} & made.keys()
+        with torch.no_grad():
+            found = network(**{name: torch.tensor([made[name][number]]) for name in names})
+        scores.append(torch.stack([found.start_logits[0], found.end_logits[0]], -1).numpy())
+        columns = (made["offset_mapping"][number], made.word_ids(number), made.sequence_ids(number))
+        offsets, words, sequence = (
+            np.array([-1 if one is None else one for one in column]) for column in columns
+        )
+        windows.append(Encoding(np.array(ids), np.zeros(len(ids), int), offsets, words, sequence))
+    most = Head(task="qa").max_answer_tokens
+    return decode.qa(
+        windows,
+        scores,
+        context,
+        top_k=1,
+        handle_impossible_answer=False,
+        null_threshold=0.0,
+        max_answer_tokens=most,
+    )

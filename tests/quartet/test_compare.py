@@ -20,6 +20,7 @@ from quartet.comparison.recipes import Recipe, positions
 from service.core.decode import EntitySpan, LabelScore, SparseVector
 from service.embedded import EmbeddedService
 from tests import samples
+from tests.conftest import run_export
 from tests.e2e.conftest import serving
 from tests.http_thread import serving_in_thread
 
@@ -278,6 +279,19 @@ def test_a_fault_of_inputs_is_named(change, minilm_bundle, torch_model, monkeypa
         assert "fp32" == report["explanations"]["b"]["equal"]
     else:
         assert {} == report["explanations"]
+
+
+@pytest.mark.slow
+def test_answers_of_a_checkpoint_are_equal(monkeypatch, tmp_path):
+    """transformers runs it, also on contexts of several windows."""
+    pytest.importorskip("transformers")
+    from tests.given import save_given
+
+    save_given(tmp_path / "qa", "bert", "qa")
+    run_export(tmp_path / "qa", tmp_path / "bundle", "--precision", "fp32")
+    rows = [{"question": "Who went?", "context": text} for text in (*NAMED[:2], *TEXTS, *LONG)]
+    status, report = run(monkeypatch, tmp_path, tmp_path / "bundle", tmp_path / "qa", texts=rows)
+    assert (0, 17, {}) == (status, report["figures"]["texts"], report["explanations"])
 
 
 @pytest.mark.slow
