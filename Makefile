@@ -39,7 +39,7 @@ PIP  := $(RUN) -m pip --quiet --disable-pip-version-check
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help serve train setup test test-all nightly versions FORCE fuzz check chaos format docs audit clean
-.PHONY: client-environments clients cluster compat families bench bench-revisions bench-fleet bench-peers bench-gpu tune
+.PHONY: client-environments clients cluster compat families real-models bench bench-revisions bench-fleet bench-peers bench-gpu tune
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -128,6 +128,9 @@ families: $(VENV)/.test ## Compare every family with transformers, batched with 
 
 bench-peers: $(VENV)/.test ## Measure Quartet and other servers, each in its own environment (5 GB, most of an hour)
 	@$(RUN) -m benchmarks.compare $(ARGS)
+
+real-models: $(VENV)/.test ## Export and compare models of the hub: make real-models ARGS="NAME... --write docs/reference/models.md"
+	@$(RUN) -m benchmarks.real_models $(ARGS)
 
 compat: $(VENV)/.test ## Compare results with transformers' pipelines on 500 real texts (1 GB, a quarter of an hour)
 	@$(RUN) -m benchmarks.compat $(ARGS)

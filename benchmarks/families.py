@@ -206,11 +206,11 @@ def seconds(run: Run, batch: Packed) -> float:
     return time.perf_counter() - started
 
 
-def write(path: Path, text: str) -> None:
+def write(path: Path, text: str, marks: tuple[str, str] = MARKS) -> None:
     """Replace the text between the marks. Raises ValueError where they are missing."""
-    before, rest = split(path.read_text(encoding="utf-8"), MARKS[0])
-    _, after = split(rest, MARKS[1])
-    path.write_text(f"{before}{MARKS[0]}\n{text}\n{MARKS[1]}{after}", encoding="utf-8")
+    before, rest = split(path.read_text(encoding="utf-8"), marks[0])
+    _, after = split(rest, marks[1])
+    path.write_text(f"{before}{marks[0]}\n{text}\n{marks[1]}{after}", encoding="utf-8")
 
 
 def split(text: str, mark: str) -> tuple[str, str]:
