@@ -16,7 +16,6 @@ from quartet.cache import SourceError, resolve
 from quartet.simulation import PAUSE_S, Predicted, Replica, predict
 from service.core.bundle import BundleError
 from service.core.manifest import Head
-from service.core.session import ProviderError
 from service.scheduling.cost_model import Cost
 from service.settings_sources import ConfigError, find_bundles
 
@@ -76,6 +75,8 @@ def main() -> int:
     arguments = parser().parse_args()
     if arguments.rate <= 0 or arguments.p99 <= 0:
         parser().error("--rate and --p99 must be above 0")
+    from service.core.session import ProviderError  # here, so that `--help` is quick
+
     try:
         moments, lengths = read_requests(arguments.lengths)
         replica = find_replica(arguments.name, arguments.precision, arguments.cost)
@@ -157,7 +158,6 @@ def find_replica(name: str | None, precision: str, cost: Path | None) -> Replica
 
 def measure(folder: Path, precision: str) -> Replica:
     """Measure batches on all slots at once, as under load, and a request's time outside the model."""
-    # Here, so that `--help` does not wait for these imports.
     from service.core.bundle import load
     from service.core.session import usable_kinds
     from service.engines.local_device import LocalDevice
