@@ -90,7 +90,7 @@ class Reference:
                 scored = self._model.predict([(item[0], document) for document in item[1:]])
                 return servers.by_score((str(n), float(one)) for n, one in enumerate(scored))
             case "sparse":
-                row = self._model.encode(item[0], convert_to_sparse_tensor=False).cpu().numpy()
+                row = self._model.encode(item[0], convert_to_sparse_tensor=False).float().numpy()
                 ids = np.flatnonzero(row)
                 return SparseVector(ids, row[ids].astype(np.float32))
             case "labels":
@@ -123,7 +123,7 @@ def answer_spans(tokenizer: Any, network: Any, question: str, context: str) -> l
         names = {"input_ids", "attention_mask", "token_type_ids"} & made.keys()
         with torch.no_grad():
             found = network(**{name: torch.tensor([made[name][number]]) for name in names})
-        scores.append(torch.stack([found.start_logits[0], found.end_logits[0]], -1).numpy())
+        scores.append(torch.stack([found.start_logits[0], found.end_logits[0]], -1).float().numpy())
         columns = (made["offset_mapping"][number], made.word_ids(number), made.sequence_ids(number))
         offsets, words, sequence = (
             np.array([-1 if one is None else one for one in column]) for column in columns
