@@ -320,6 +320,9 @@ class Engine:
             began = time.perf_counter()
             own = plan.sizes[complete.place] // CHARACTERS_PER_TOKEN
             size = max(complete.item.tokens, own, 1)
+            if plan.decodes_inline:
+                written = plan.answer_bytes(complete.place, complete.item)
+                size = max(size, written // BYTES_PER_TOKEN)
             if not (plan.decodes_inline and self._inline.take(size)):
                 large.append(asyncio.create_task(decode_in_thread(complete, size, began)))
             else:

@@ -20,7 +20,8 @@ from fastapi import FastAPI
 from service.api import engine_call, ndjson
 from service.api.app import create_app
 from service.api.json_responses import JsonResponse
-from service.engines.engine import INLINE_CHARACTERS, Engine, Reply
+from service.engines import engine as engine_module
+from service.engines.engine import INLINE_CHARACTERS, INLINE_TOKENS, Engine, Reply
 from service.engines.task_plan import Limits, TaskPlan
 from service.observability.metrics import Metrics
 from service.processes.single_process import open_local_engines
@@ -363,6 +364,22 @@ async def test_lines_have_the_same_results(path, service, monkeypatch):
     *lines, _ = [json.loads(line) for line in reply.text.splitlines()]
     expected = whole.get("results") or whole["embeddings"]
     assert expected == [line.get("result") or line["embedding"] for line in lines]
+
+
+@pytest.mark.parametrize("path", ["/classify", "/ner", "/qa", "/embed", "/embed-tokens"])
+async def test_large_lines_leave_the_event_loop(path, service, monkeypatch):
+    """A line is written in a text thread if the engine expects a large one, however small its input."""
+    monkeypatch.setattr(engine_module, "BYTES_PER_TOKEN", 1 / INLINE_TOKENS)
+    write, threads = ndjson.InLines.line, []
+
+    def written(*arguments):
+        threads.append(threading.current_thread().name)
+        return write(*arguments)
+
+    monkeypatch.setattr(ndjson.InLines, "line", written)
+    reply = await service[1].post(path, json=BODIES[path][0], headers=LINES)
+    assert reply.status_code == 200, reply.text
+    assert [True] == [name.startswith("text-") for name in threads]
 
 
 @pytest.mark.parametrize("headers", [{}, LINES], ids=["whole", "lines"])
