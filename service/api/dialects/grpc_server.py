@@ -210,7 +210,7 @@ class GrpcServer:
         make = grpc.stream_unary_rpc_method_handler
         if rpc.is_stream:
             make = grpc.stream_stream_rpc_method_handler
-        return make(handle, response_serializer=lambda answer: answer.SerializeToString())
+        return make(handle, response_serializer=serialize)
 
     async def _answer(self, rpc: Rpc, scope: Scope, call: Any) -> Any:
         """Return the response of a call, or send its responses. Raises QuartetError."""
@@ -308,6 +308,12 @@ async def parse(rpc: Rpc, request: HttpRequest) -> Any:
         return rpc.asked.FromString(body)
     except DecodeError:
         raise BadRequest(f"the message is not a valid {rpc.asked.DESCRIPTOR.name}") from None
+
+
+def serialize(answer: Any) -> bytes:
+    """Return the bytes of a response, which a text thread has made of a large one."""
+    made: bytes = answer if isinstance(answer, bytes) else answer.SerializeToString()
+    return made
 
 
 def encode(value: str) -> bytes:

@@ -99,12 +99,13 @@ async def infer(request: HttpRequest, asked: Any) -> Any:
         model_name=manifest.name, model_version=manifest.version, id=asked.id
     )
 
-    def add_outputs() -> None:
+    def serialize() -> bytes:
         for tensor in to_tensors(call.engine, call.body, reply):
             add_output(answer, tensor, raw=bool(asked.raw_input_contents))
+        serialized: bytes = answer.SerializeToString()
+        return serialized
 
-    await call.show(reply, add_outputs)
-    return answer
+    return await call.show(reply, serialize)
 
 
 async def index(request: HttpRequest, asked: Any) -> Any:
