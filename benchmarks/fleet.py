@@ -142,7 +142,7 @@ async def cold(bundle: Path, root: Path) -> Figures:
 async def shares(bundle: Path, root: Path) -> Figures:
     keys = "".join(record(name, key) for name, key in KEYS.items())
     (root / "keys.toml").write_text(keys + 'priority = "bulk"\n')
-    body = {"inputs": traffic.texts(traffic.MIXES["news"], 8)}
+    body = {"inputs": traffic.texts(traffic.MIXES["news"], 32)}
 
     def ratio(devices: str, rival: str) -> float:
         answered = Counter[str]()
@@ -163,7 +163,7 @@ async def shares(bundle: Path, root: Path) -> Figures:
             60_000,
         )
         with service(*flags) as (port, _), ThreadPoolExecutor(18) as clients:
-            end = time.monotonic() + 8.0
+            end = time.monotonic() + 20.0
             list(clients.map(run, ["many"] * 12 + [rival] * 6))
         return answered["many"] / answered[rival]
 
