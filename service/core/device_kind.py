@@ -44,6 +44,8 @@ class DeviceKind:
     # By the value of the setting `precision`, which must name it: `auto` never selects one.
     reduced: Mapping[str, ReducedPrecision] = field(default_factory=dict)
     options: dict[str, str] = field(default_factory=dict)  # ONNX Runtime's options of the provider
+    # The runs of a packed graph have a multiple of this many rows (tokens), so that the runtime compiles fewer kernels.
+    row_multiple: int = 1
     package: str = "onnxruntime"  # the distribution of the runtime that has the provider
     # Returns the name of the device that the runtime, its argument, can use; raises NoDeviceError. None for a device
     # that every machine has.

@@ -129,6 +129,7 @@ OPENVINO = DeviceKind(
     slots=cpu.slots,
     http_workers=cpu.CPU.http_workers,
     precisions=("fp32",),
+    row_multiple=8,
     reduced={"bf16": ReducedPrecision("fp32", 0.999, bf16_problem)},
     package=PACKAGE,
     find=find_processor,

@@ -29,6 +29,7 @@ from service.core.packing import (
     make_layout,
     mask_positions,
     positions,
+    round_up,
     word_label_pairs,
 )
 
@@ -45,6 +46,7 @@ ort = onnxruntime
 BatchOutputs = dict[str, NDArray[np.float32]]
 Feeds = dict[str, NDArray[Any]]
 
+PER_ROW = ("input_ids", "token_type_ids", "position_ids", "pack")  # inputs of a packed graph
 FLOAT = "tensor(float)"  # float32, as the runtime calls it
 # Parameters of the C library's `mallopt`, from its header malloc.h. It accepts a threshold of 32 MiB at most, so larger
 # buffers are always returned to the system.
@@ -210,8 +212,12 @@ class Session:
         outputs = [name for name in self._outputs if name in heads] if heads else self._outputs
         if self.graph.layout == "packed":
             masks = self._masks(packed, outputs)
-            feeds = packed_feeds(packed, self._inputs)
-            return self._run(feeds, outputs, masks, self._pairs(packed))
+            feeds = packed_feeds(packed, self._inputs, self.kind.row_multiple)
+            values = self._run(feeds, outputs, masks, self._pairs(packed))
+            return {
+                name: value[: len(packed.input_ids)] if self.heads[name].per_token else value
+                for name, value in values.items()
+            }
         if self.graph.layout == "alone":
             return self._run_each(packed, outputs)
         return self._run_padded(packed, outputs)
@@ -295,8 +301,11 @@ class Session:
         return outputs
 
 
-def packed_feeds(packed: Packed, inputs: Collection[str]) -> Feeds:
-    """Return the possible inputs of a packed graph; `token_offset` only if it is among the graph's `inputs`."""
+def packed_feeds(packed: Packed, inputs: Collection[str], row_multiple: int = 1) -> Feeds:
+    """Return the possible inputs of a packed graph; `token_offset` only if it is among the graph's `inputs`.
+
+    row_multiple: the inputs have a multiple of this many rows. Added rows repeat the first tokens, and are not read.
+    """
     layout = packed.layout.widen(SLOT_MULTIPLE)
     feeds: Feeds = {
         "input_ids": packed.input_ids,
@@ -309,6 +318,10 @@ def packed_feeds(packed: Packed, inputs: Collection[str]) -> Feeds:
     }
     if "token_offset" in inputs:
         feeds["token_offset"] = layout.token_offset()
+    tokens = len(packed.input_ids)
+    if tokens % row_multiple:
+        rows = round_up(tokens, row_multiple)
+        feeds |= {name: np.resize(feeds[name], rows) for name in PER_ROW}
     return feeds
 
 

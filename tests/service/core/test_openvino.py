@@ -49,6 +49,7 @@ class OpenvinoDouble:
     """The parts of `openvino` that the provider uses, which compute with ONNX Runtime.
 
     unreadable: layouts of graphs that its frontend refuses; noise: added to outputs; meeting: waited for in each run
+    feeds: of the last run
     """
 
     def __init__(self) -> None:
@@ -59,6 +60,7 @@ class OpenvinoDouble:
         self.unreadable: tuple[str, ...] = ()
         self.noise = 0.0
         self.meeting: Barrier | None = None
+        self.feeds: dict[str, Any] = {}
 
     def load_by_framework(self, name: str) -> "OpenvinoDouble":
         assert "onnx" == name
@@ -99,6 +101,7 @@ class RequestDouble:
     def infer(self, feeds: dict[str, Any], share_inputs: bool) -> dict[str, Any]:
         assert not self.is_busy
         self.is_busy = True
+        self.model.runtime.feeds = feeds
         if self.model.runtime.meeting:
             self.model.runtime.meeting.wait(10)
         names = [value.name for value in self.model.session.get_outputs()]
@@ -264,6 +267,19 @@ def test_concurrent_runs(opened, runtime, packed):
         for outputs in threads.map(session.run, [packed] * 6):
             assert [*session.heads] == [*outputs]
     assert 3 == len(session._session._idle)
+
+
+def test_number_of_rows(opened, runtime, packed):
+    """A run has a multiple of eight rows, and its outputs are those of the batch's own tokens."""
+    tokens = len(packed.input_ids)
+    assert tokens % 8
+    expected = open_session(opened, provider="cpu", options=ONE_THREAD).run(packed)
+    found = open_session(opened, provider="openvino", options=ONE_THREAD).run(packed)
+    assert {packing.round_up(tokens, 8)} == {
+        len(runtime.feeds[name]) for name in ("input_ids", "position_ids", "pack")
+    }
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, atol=1e-6)
 
 
 def test_goldens_that_disagree(opened, runtime):
