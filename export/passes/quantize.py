@@ -35,6 +35,8 @@ from export.passes.outliers import outlier_name, split_outliers
 from export.passes.rounding import LEVELS, TINY, largest, nearest
 from export.passes.row_steps import MOST, Channels
 
+# Lower bounds of activations, exact GELU and its approximation by tanh: rows need no minimum of their own.
+LEAST = {"Gelu": -0.1701, "Relu": 0.0}
 NARROW_MOST = 127  # of activations that the 8-bit embedding table multiplies
 NARROW_ZERO_POINT = 64
 
@@ -62,11 +64,12 @@ def quantize(
     parts = {node.output[0]: node for node in graph.node if takes_words(node)}
     plans = plan_products(graph, inputs, trunk, split)
     folded = {x for x in foldable_inputs(graph, trunk) if plans[x].smooth}
+    least = {n.output[0]: LEAST[n.op_type] for n in graph.node if n.op_type in LEAST}
     nodes: list[NodeProto] = []
     for node in graph.node:
         if is_trunk_product(node, trunk):
             x = node.input[0]
-            nodes += _product(node, plans[x], weights, folded=x in folded)
+            nodes += _product(node, plans[x], weights, folded=x in folded, least=least.get(x))
         elif node.output[0] in folded:
             nodes.append(_smooth_norm(node, plans[node.output[0]], weights))
         elif node.op_type == "Gemm" and node.input[1].endswith(WORDS):
@@ -130,6 +133,7 @@ def _product(
     weights: Weights,
     *,
     folded: bool,
+    least: float | None,
 ) -> Iterator[NodeProto]:
     """Yield the nodes of x @ W.T + b with a scale per row of x and per row of W.
 
@@ -137,6 +141,7 @@ def _product(
     error.
 
     folded: whether the norm before x already smooths it
+    least: a lower bound of x, if it is known
     """
     assert attribute(node, "transB") == 1, f"{node.name}: expected a transposed weight"
     x, name, *bias = node.input  # a bias of zeros is not in the graph
@@ -147,7 +152,7 @@ def _product(
         weights.names.add(row)
         if plan.smooth and not folded:
             yield from _smooth(x, plan, weights)
-        yield from _quantize_rows(values, weights, MOST, plan.zero_point)
+        yield from _quantize_rows(values, weights, MOST, plan.zero_point, least=least)
     operands = [
         quantized,
         weights.add(f"{name}.int8", matrix.rounded.T.copy()),
@@ -164,8 +169,13 @@ def _product(
         yield from _take_outliers(x, plan.outliers, weights)
         added = f"{node.output[0]}.outliers"
         yield helper.make_node("Gemm", [outlier_name(x), weight, *bias], [added], transB=1)
-        bias = [added]
-    yield from _multiply(node, operands, row, bias)
+        yield from _multiply(node, operands, row, [added])
+    elif bias:
+        # The runtime would fuse Add and Gelu to BiasGelu, which takes longer than both.
+        negative = weights.add(f"{bias[0]}.negative", -weights.floats(bias[0]))
+        yield from _multiply(node, operands, row, [negative], "Sub")
+    else:
+        yield from _multiply(node, operands, row, [])
 
 
 def _take_outliers(x: str, channels: Channels, weights: Weights) -> Iterator[NodeProto]:
@@ -178,9 +188,12 @@ def _take_outliers(x: str, channels: Channels, weights: Weights) -> Iterator[Nod
 
 
 def _multiply(
-    node: NodeProto, operands: list[str], row: str, bias: list[str]
+    node: NodeProto, operands: list[str], row: str, bias: list[str], adds: str = "Add"
 ) -> Iterator[NodeProto]:
-    """Yield the nodes of an integer product, times the scales of its rows, plus a bias or [T, N] if there is one."""
+    """Yield the nodes of an integer product, times the scales of its rows, plus a bias or [T, N] if there is one.
+
+    adds: the operator for the bias
+    """
     out = node.output[0]
     yield helper.make_node(
         "MatMulIntegerToFloat",
@@ -192,7 +205,7 @@ def _multiply(
     scaled = f"{out}.scaled" if bias else out
     yield helper.make_node("Mul", [f"{out}.unscaled", row], [scaled])
     if bias:
-        yield helper.make_node("Add", [scaled, *bias], [out])
+        yield helper.make_node(adds, [scaled, *bias], [out])
 
 
 def _vocabulary_product(
@@ -234,7 +247,12 @@ def _quantized_rows(x: str) -> tuple[str, str]:
 
 
 def _quantize_rows(
-    x: str, weights: Weights, most: int, zero_point: int, like: str | None = None
+    x: str,
+    weights: Weights,
+    most: int,
+    zero_point: int,
+    like: str | None = None,
+    least: float | None = None,
 ) -> Iterator[NodeProto]:
     """Yield the nodes that quantize rows to numbers from 0 to `most`.
 
@@ -242,17 +260,21 @@ def _quantize_rows(
     traffic.
 
     like: a value with as many rows, for zero points of its own; None for those that all inputs share
+    least: a lower bound of x, with which no row needs its smallest number; None where none is known
     """
     row, quantized = _quantized_rows(x)
     above = weights.add(f"quantize.above.{most - zero_point}", np.float32(1 / (most - zero_point)))
     below = weights.add(f"quantize.below.{zero_point}", np.float32(-1 / zero_point))
-    tiny = weights.add("quantize.tiny", np.float32(TINY))
+    floor = max(TINY, -(least or 0) / zero_point)
+    ends = [f"{x}.above", weights.add(f"quantize.floor.{floor:.3g}", np.float32(floor))]
     axes = weights.add("quantize.axes", np.array([1], dtype=np.int64))
     yield helper.make_node("ReduceMax", [x, axes], [f"{x}.max"], keepdims=1)
-    yield helper.make_node("ReduceMin", [x, axes], [f"{x}.min"], keepdims=1)
     yield helper.make_node("Mul", [f"{x}.max", above], [f"{x}.above"])
-    yield helper.make_node("Mul", [f"{x}.min", below], [f"{x}.below"])
-    yield helper.make_node("Max", [f"{x}.above", f"{x}.below", tiny], [row])
+    if least is None:
+        ends.append(f"{x}.below")
+        yield helper.make_node("ReduceMin", [x, axes], [f"{x}.min"], keepdims=1)
+        yield helper.make_node("Mul", [f"{x}.min", below], [f"{x}.below"])
+    yield helper.make_node("Max", ends, [row])
     yield helper.make_node("Squeeze", [row, axes], [f"{x}.scales"])
     points = _shared_zero_points(zero_point) if like is None else f"{x}.zero_points"
     if like is not None:

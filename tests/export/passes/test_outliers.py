@@ -8,8 +8,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from export.passes import row_steps
 from export.passes.outliers import find_layers
-from export.passes.quantize import quantize
+from export.passes.quantize import LEAST, quantize
 from export.passes.row_steps import choose_outliers
+from service.core.session import ort
 from tests.export.helpers import copied, run_graph
 from tests.export.passes.test_quantize import feeds, normal
 
@@ -99,6 +100,20 @@ def test_outliers_of_a_feed_forward_layer_stay_exact(activation, monkeypatch):
     split = squared_error(proto, quantize(proto, inputs), unseen)
     monkeypatch.setattr(row_steps, "WORTH", 0.0)
     assert split < 0.25 * squared_error(proto, quantize(proto, inputs), unseen)
+
+
+@pytest.mark.parametrize("activation", ["Gelu", "Relu"])
+def test_passes_over_an_activation(activation, tmp_path):
+    """The rows' smallest numbers are known, not computed, and the runtime fuses no bias with the activation."""
+    proto = feed_forward(activation)
+    exact = measured(proto, normal(ROWS, HIDDEN, seed=8))
+    assert exact["active"].min() >= LEAST[activation]
+    options = ort.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    ort.InferenceSession(quantize(proto, exact).SerializeToString(), options)
+    nodes = onnx.load(tmp_path / "optimized.onnx").graph.node
+    assert activation in {node.op_type for node in nodes}
+    assert "active" not in {node.input[0] for node in nodes if node.op_type == "ReduceMin"}
 
 
 def test_rows_do_not_depend_on_each_other():
