@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--p99", type=float, required=True, metavar="MS", help="milliseconds")
     parser.add_argument("--precision", default="auto", help="default: that of the model")
     parser.add_argument(
-        "--cores", type=int, metavar="N", help="cores of a machine; default: those of a replica"
+        "--cores", type=int, metavar="N", help="cores of a machine; default: the cores of a replica"
     )
     parser.add_argument(
         "--cost",

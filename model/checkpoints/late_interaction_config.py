@@ -1,7 +1,7 @@
 """Late interaction: how a directory of `MultiVectorEncoder`, PyLate or the first ColBERT code reads and compares texts.
 
 `MultiVectorEncoder` is a class of sentence-transformers; it also reads what the other two wrote. PyLate's settings are
-all in `config_sentence_transformers.json`, those of the first code in `artifact.metadata`.
+all in `config_sentence_transformers.json`, and the first code keeps them in `artifact.metadata`.
 """
 
 import string

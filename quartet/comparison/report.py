@@ -120,7 +120,7 @@ def check(figures: Mapping[str, float], limits: Limits) -> list[str]:
 
 
 def conclusions(report: Report) -> list[str]:
-    """Return the sentences that explain the report, and those of exceeded limits."""
+    """Return the sentences that explain the report and name exceeded limits."""
     lines = [] if report.worst else ["A and B answer alike at fp32"]
     for name, found in report.explanations.items():
         side = f"{name.upper()} {getattr(report, name)}"

@@ -27,7 +27,7 @@ from service.engines.mirroring import outcome
 
 KEPT = 1000  # newest copies, of which the figures are
 OUTCOMES = ("same", "changed", "failed", "refused", "dropped")
-# Headers of a copy that are not sent on: those of its connection, and those that ask for other responses than JSON.
+# Headers of a copy that are not sent on: they belong to its connection, or ask for other responses than JSON.
 OWN = {"accept", "accept-encoding", "connection", "content-length", "expect", "host", "te"}
 OWN |= {"transfer-encoding", "upgrade"}
 
@@ -103,7 +103,7 @@ class Watch(Collector):
         return summarize(self._a.name, self._b.name, self._task, [*self._rows])
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the figures, as soon as there are those of the limits."""
+        """Yield the figures, as soon as each limit has one."""
         try:
             figures = self.report().figures
             beyond = check(figures, self._limits)

@@ -75,7 +75,7 @@ def classified_texts(
 
 
 def _after(encoder: Encoder, token_id: int, texts: Sequence[str]) -> list[TextIds]:
-    """Tokenize texts as they are after a special token, whose pieces may differ from those of a text's beginning."""
+    """Tokenize texts as they follow a special token: their pieces may differ there from the beginning of a text."""
     token = encoder.tokenizer.id_to_token(token_id)
     found = encoder.text_ids([f"{token}{text}" for text in texts])
     return [TextIds(own.ids[1:], own.length - 1) for own in found]

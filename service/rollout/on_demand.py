@@ -85,7 +85,7 @@ class OnDemandDevice:
         self._ready: set[str] = set()  # open, and not about to be closed
         self._struck: set[str] = set()  # by the end of the previous process
         self._openings: dict[str, asyncio.Task[None]] = {}
-        self._opening_now: list[str] = []  # those of them that have begun in this process
+        self._opening_now: list[str] = []  # the openings that have begun in this process
         self._lock = asyncio.Lock()  # of the beginning of an opening
         self._trying = asyncio.Lock()  # of openings in a process of their own
         self._waiting = Counter[str]()  # tokens of requests that wait for an opening, by model
