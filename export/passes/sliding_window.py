@@ -20,6 +20,7 @@ SHORT = 512  # slots of a sequence that is one block
 MARK = "reach "  # begins the doc_string of a node whose attention has a window, before the tokens on each side
 # queries [B * n, L] and keys [B * n, K]: indices of tokens; mask [B * n, K]: 1 where a key has a token
 # bias [1, 1, L, K]; back [T]: the place of each token in the blocks
+# The Identity ends first-token pruning: the scalars that it depends on have no rows of tokens.
 BLOCKS = """
     <domain: "window", opset_import: ["": 20]>
     Blocks <reach: int, block: int, short: int> (unpack, lengths, pack) => (queries, keys, mask, bias, back)
@@ -82,7 +83,8 @@ BLOCKS = """
         more = Sub (slots_of_blocks, slots)
         sequence = Div (pack, slots)
         added = Mul (sequence, more)
-        back = Add (pack, added)
+        places_in_blocks = Add (pack, added)
+        back = Identity (places_in_blocks)
     }
 """
 
