@@ -1,9 +1,11 @@
 """`quartet serve [NAME ...]`: export what is no bundle, then serve as `quartet-serve` does, with the same flags."""
 
 import argparse
+import os
 import sys
 
 from quartet.cache import SourceError, resolve
+from service.processes.child_process import child_python
 
 DESCRIPTION = """\
 Serve models over HTTP. A model that is no bundle is exported once into the cache (quartet list), which may take a
@@ -25,16 +27,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Serve until a stop signal. Returns the exit status."""
+    """Become the service, which starts before any thread that could take its stop signals. Returns the exit status."""
     try:
-        sys.argv[1:] = with_bundles(sys.argv[1:])
+        arguments = with_bundles(sys.argv[1:])
     except SourceError as error:
         print(f"quartet: {error}", file=sys.stderr)
         return 3
-    from service.command import main as serve
-
-    serve()
-    return 0
+    program = f"import sys; sys.argv[0] = {sys.argv[0]!r}; from service.command import main; main()"
+    command = [*child_python(), "-c", program, *arguments]
+    sys.stdout.flush()
+    return os.execv(command[0], command)
 
 
 def with_bundles(arguments: list[str]) -> list[str]:
