@@ -22,7 +22,7 @@ from service.core.encode import Encoder
 
 
 def main() -> None:
-    """Measure each rate in rounds, and print it beside the prediction, which was made before."""
+    """Predict the latency at each rate, measure it in rounds, and print both."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--precision", default="int8")

@@ -1,6 +1,6 @@
 """Export models with real weights, and compare them: `python -m benchmarks.real_models [NAME...] [--write FILE]`.
 
-NAME is a hub name, NAME@REVISION or a directory; those of `real_models.toml` by default. Export compares every graph
+NAME is a hub name, NAME@REVISION or a directory; by default, all of `real_models.toml`. Export compares every graph
 with PyTorch, and each text unbatched with a batch. The vectors of embedding models are compared with
 sentence-transformers, which reads the same files. The table goes to the standard output and, with --write, between the
 two marks in a Markdown file.

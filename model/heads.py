@@ -305,7 +305,7 @@ class LabelScoring(NamedTuple):
     pooling: of the whole sequence, see `POOLINGS`
     averages: whether a label's vector is the mean from its token to the next label, or to the end of the sequence
     after: tokens from the one before a label to the one where its vector begins: 0 or 1
-    has_factors: whether the scores are those of two layers, otherwise products
+    has_factors: whether two layers compute the scores, otherwise products of vectors
     normalizes: whether vectors have length 1, and their products a trained scale
     has_segments: whether the tokens from the separator on are another segment for the encoder
     """

@@ -130,9 +130,8 @@ def main() -> int:
 
 def runnable(manifest: Manifest) -> dict[str, list[str]]:
     """Return the options of the service for each precision of the model that this machine's CPU computes."""
-    from service.core.session import (
-        device_problem,
-    )  # here, because `--help` does not need the runtime
+    # Here, because `--help` does not need the runtime.
+    from service.core.session import device_problem
 
     found: dict[str, list[str]] = {
         p: ["--precision", p] for p in manifest.precisions if manifest.graphs_for(CPU, p)

@@ -98,9 +98,8 @@ def lower_windows(model: onnx.ModelProto) -> None:
     if not reaches:
         return
     readers = {node.input[0]: node for node in graph.node if node.op_type in ("Reshape", "Gather")}
-    back: dict[
-        str, str
-    ] = {}  # the index of tokens among the slots of blocks, by the output of the Gather
+    # The index of tokens among the slots of blocks, by the output of the Gather.
+    back: dict[str, str] = {}
     for output, (reach, _) in windows.items():
         gather = readers[readers[output].output[0]]
         back[gather.output[0]] = f"{reaches[reach]}.back"

@@ -23,7 +23,7 @@ ObserveFound = Callable[[Mapping[str, int]], None]
 
 
 class Key(NamedTuple):
-    """The identity of the outputs of a window. tenant: who asked; digest: of the tokens"""
+    """The identity of the outputs of a window. tenant: of the request; digest: of the tokens"""
 
     bundle: str
     heads: Heads

@@ -41,7 +41,7 @@ def trace(model: EncoderWithHeads) -> onnx.ModelProto:
 
 @pytest.mark.parametrize("block", [4, 16])
 def test_blocks(block, model, trace, monkeypatch):
-    """Long and short sequences of a batch have PyTorch's outputs, which are those of each sequence alone."""
+    """Long and short sequences of a batch have PyTorch's outputs, and the outputs of each sequence alone."""
     monkeypatch.setattr(sliding_window, "BLOCK", block)
     monkeypatch.setattr(sliding_window, "SHORT", 16)
     proto = copied(trace)
