@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import bench, plot, revisions, tune
+from benchmarks import bench, revisions, tune
 from benchmarks.bench import only_portable
 from benchmarks.lib import onnxruntime_baseline, rounds, servers
 from benchmarks.lib.environments import ROOT
@@ -231,17 +231,6 @@ def test_only_what_was_better_in_every_round_is_advised():
     rows = [{"closed": {1: {"ratio": best, "spread": [least, 2]}}} for best, least in figures]
     assert tune.advice(chosen, rows, 1) == "QUARTET_ARENA=true (1.10 times the default)"
     assert tune.advice(chosen[:2], rows[:2], 1) == "leave the default"
-
-
-def test_a_picture_of_a_comparison(tmp_path):
-    """The picture has a line for each server that was measured."""
-    load = {"rate": 3.0, "p99_ms": 4.0}
-    rows = [
-        {"server": "quartet fp32", "closed": {"8": load, "1": load}},
-        {"server": "absent", "closed": {}, "skipped": "not here"},
-    ]
-    plot.draw(rows, tmp_path / "picture.png", "two servers")
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.e2e

@@ -18,21 +18,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from benchmarks.lib import environments, models, processes
-from benchmarks.lib.environments import PEERS, ROOT, Unavailable
+from benchmarks.lib.environments import PEERS, ROOT
 from service.core import bundle
-from service.core.encode import Encoder
 from service.settings import usable_cores
-
-Vector = list[float]
-Scores = dict[str, float]
-Entities = list[tuple[str, int, int, float]]  # label, start, end, score
 
 TAIL = 3000  # characters of a log in an error
 WINDOW = "/window"  # the path of a load for a contender that measures itself
@@ -45,10 +37,7 @@ class StartError(RuntimeError):
 
 @dataclass(frozen=True)
 class Call:
-    """One task over HTTP: the path, the body for a text, and the result in an answer.
-
-    answer: returns a Vector, Scores or Entities, so that the results of servers are comparable
-    """
+    """One task over HTTP: the path, the body for a text, and the result in an answer."""
 
     path: str
     body: Callable[[str], dict[str, Any]]
@@ -63,9 +52,8 @@ def unchanged(python: Path, model: Path, scratch: Path) -> Path:
 class Server:
     """command: argv for an interpreter, the prepared model and a port; it listens on 127.0.0.1.
 
-    calls: by task, `embed`, `classify` or `ner`; `note` has the reason for a task that is not offered.
+    calls: by task, `embed`, `classify` or `ner`; `note` is for readers of a table.
     environment: the peer under `benchmarks/peers` whose interpreter it gets; Quartet's own when None.
-    binary: a program that must be on the PATH.
     prepare: from interpreter, checkpoint and scratch folder to the model in this server's format.
     measures_itself: it gets a load, measures itself and returns the figures
     (`benchmarks.lib.onnxruntime_baseline`).
@@ -77,7 +65,6 @@ class Server:
     calls: Mapping[str, Call]
     ready: str = "/health"
     environment: str | None = None
-    binary: str | None = None
     prepare: Callable[[Path, Path, Path], Path] = unchanged
     env: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
@@ -85,9 +72,7 @@ class Server:
     folder: Path = ROOT
 
     def python(self) -> Path:
-        """Return the interpreter that runs it. Raises Unavailable when a program or package is missing."""
-        if self.binary and not shutil.which(self.binary):
-            raise Unavailable(f"{self.binary} is not on the PATH")
+        """Return the interpreter that runs it. Raises Unavailable when its environment is not built."""
         if self.environment is None:
             return Path(sys.executable)
         return environments.python_of(self.environment)
@@ -265,38 +250,11 @@ def to_onnx(python: Path, model: Path, scratch: Path) -> Path:
     return out
 
 
-def to_triton(python: Path, model: Path, scratch: Path) -> Path:
-    """A model repository with Quartet's portable fp32 graph, batched by Triton."""
-    full = bundle.load(to_bundle(python, model, scratch))
-    (graph,) = (g for g in full.manifest.graphs if g.layout == "portable")
-    out = place(scratch, "triton", model)
-    version = out / "minilm" / "1"
-    version.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(full.file(graph.file), version / "model.onnx")
-    if graph.weights:
-        shutil.copyfile(full.file(graph.weights.file), version / graph.weights.file)
-    (out / "minilm" / "config.pbtxt").write_text(TRITON_CONFIG.format(cores=usable_cores()))
-    return out
-
-
-TRITON_CONFIG = """\
-backend: "onnxruntime"
-max_batch_size: 32
-dynamic_batching {{ }}
-instance_group [ {{ count: 1 kind: KIND_CPU }} ]
-parameters {{ key: "intra_op_thread_count" value: {{ string_value: "{cores}" }} }}
-"""
-
-
 # -- requests and answers -------------------------------------------------------------------------
 
 
 def quartet_body(text: str) -> dict[str, Any]:
     return {"inputs": text, "truncate": True}
-
-
-def quartet_ner_body(text: str) -> dict[str, Any]:
-    return {"inputs": text, "truncate": True, "aggregation_strategy": "simple"}
 
 
 def inputs_body(text: str) -> dict[str, Any]:
@@ -305,44 +263,6 @@ def inputs_body(text: str) -> dict[str, Any]:
 
 def infinity_embed_body(text: str) -> dict[str, Any]:
     return {"model": "default/not-specified", "input": text}
-
-
-def infinity_classify_body(text: str) -> dict[str, Any]:
-    return {"model": "minilm", "input": [text]}
-
-
-def triton_body(text: str) -> dict[str, Any]:
-    (window,) = minilm_encoder().texts([text])[0].windows
-    ids = [int(token) for token in window.input_ids]
-    values = {
-        "input_ids": ids,
-        "attention_mask": [1] * len(ids),
-        "token_type_ids": [0] * len(ids),
-    }
-    return {
-        "inputs": [
-            {"name": name, "shape": [1, len(ids)], "datatype": "INT64", "data": data}
-            for name, data in values.items()
-        ]
-    }
-
-
-@cache
-def minilm_encoder() -> Encoder:
-    return Encoder.from_file(models.minilm() / "tokenizer.json", models.MAX_TOKENS)
-
-
-def scores(labels: list[dict[str, Any]]) -> Scores:
-    return {found["label"]: found["score"] for found in labels}
-
-
-def entities(spans: list[dict[str, Any]]) -> Entities:
-    return [(s["entity_group"], s["start"], s["end"], s["score"]) for s in spans]
-
-
-def unit_length(values: list[float]) -> Vector:
-    vector = np.asarray(values)
-    return (vector / np.linalg.norm(vector)).tolist()
 
 
 FIRST_EMBEDDING = Call("/embed", inputs_body, lambda document: document["embeddings"][0])
@@ -365,12 +285,8 @@ def quartet(precision: str) -> Server:
         prepare=to_bundle,
         calls={
             "embed": Call("/embed", quartet_body, lambda document: document["embeddings"][0]),
-            "classify": Call(
-                "/classify", quartet_body, lambda document: scores(document["results"][0])
-            ),
-            "ner": Call(
-                "/ner", quartet_ner_body, lambda document: entities(document["results"][0])
-            ),
+            "classify": Call("/classify", quartet_body, lambda document: document["results"][0]),
+            "ner": Call("/ner", quartet_body, lambda document: document["results"][0]),
         },
     )
 
@@ -400,17 +316,6 @@ def app(peer: str) -> Callable[[Path, Path, int], list[str]]:
     return command
 
 
-def text_embeddings_router(python: Path, model: Path, port: int) -> list[str]:
-    where = ["--hostname", "127.0.0.1", "--port", str(port)]
-    model_flags = ["--model-id", str(model), "--pooling", "mean", "--auto-truncate"]
-    return ["text-embeddings-router", *model_flags, *where]
-
-
-def tritonserver(python: Path, model: Path, port: int) -> list[str]:
-    only_http = ["--http-address=127.0.0.1", "--allow-grpc=false", "--allow-metrics=false"]
-    return ["tritonserver", f"--model-repository={model}", f"--http-port={port}", *only_http]
-
-
 INFINITY_EMBED = Call(
     "/embeddings", infinity_embed_body, lambda document: document["data"][0]["embedding"]
 )
@@ -427,7 +332,6 @@ def quartet_as_infinity(precision: str) -> Server:
     return replace(native, name=name, command=command, calls={"embed": INFINITY_EMBED})
 
 
-# Quartet's authors have not run the last two, because their binaries were not available.
 SERVERS = (
     quartet("fp32"),
     quartet("int8"),
@@ -436,12 +340,7 @@ SERVERS = (
         name="infinity torch",
         environment="infinity",
         command=infinity("torch"),
-        calls={
-            "embed": INFINITY_EMBED,
-            "classify": Call(
-                "/classify", infinity_classify_body, lambda document: scores(document["data"][0])
-            ),
-        },
+        calls={"embed": INFINITY_EMBED},
     ),
     Server(
         name="infinity optimum",
@@ -449,7 +348,6 @@ SERVERS = (
         command=infinity("optimum"),
         prepare=to_onnx,
         calls={"embed": INFINITY_EMBED},
-        note="no /classify: this engine does not cut long texts there, and fails on them",
     ),
     Server(
         name="sentence-transformers",
@@ -464,45 +362,6 @@ SERVERS = (
         command=app("litserve"),
         calls={"embed": FIRST_EMBEDDING},
         note="sentence-transformers in batches of up to 32",
-    ),
-    Server(
-        name="pipeline",
-        environment="pipeline",
-        command=app("pipeline"),
-        calls={
-            "classify": Call("/classify", inputs_body, scores),
-            "ner": Call("/ner", inputs_body, entities),
-        },
-        note="FastAPI, each request through the transformers pipeline by itself",
-    ),
-    Server(
-        name="text-embeddings-inference",
-        environment="infinity",  # where optimum makes the ONNX graph that its CPU image prefers
-        binary="text-embeddings-router",
-        command=text_embeddings_router,
-        prepare=to_onnx,
-        calls={
-            "embed": Call(
-                "/embed",
-                lambda text: {"inputs": text, "truncate": True},
-                lambda document: document[0],
-            )
-        },
-    ),
-    Server(
-        name="triton",
-        binary="tritonserver",
-        command=tritonserver,
-        ready="/v2/health/ready",
-        prepare=to_triton,
-        calls={
-            "embed": Call(
-                "/v2/models/minilm/infer",
-                triton_body,
-                lambda document: unit_length(document["outputs"][0]["data"]),
-            )
-        },
-        note="asked with token ids, so it neither tokenizes nor scales to length 1; batches equal lengths only",
     ),
 )
 

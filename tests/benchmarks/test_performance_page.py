@@ -35,3 +35,15 @@ def test_another_result_changes_the_page(tmp_path, monkeypatch):
     page = performance_page.PAGE.read_text(encoding="utf-8")
     assert "| 4321 |" not in page
     assert "| 4321 |" in performance_page.render(page)
+
+
+def test_chart_of_measured_servers(tmp_path):
+    """A server that was not measured has no line, and the picture names its source."""
+    load = {"rate": 3.0, "p99_ms": 4.0}
+    rows = [
+        {"server": "quartet fp32", "closed": {"8": load, "1": load}},
+        {"server": "absent", "closed": {}, "skipped": "not here"},
+    ]
+    performance_page.draw(rows, tmp_path / "chart.png", {"Source": "x"})
+    with Image.open(tmp_path / "chart.png") as chart:
+        assert chart.info["Source"] == "x"

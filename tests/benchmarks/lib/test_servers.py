@@ -1,11 +1,9 @@
 """Each server under test is started, asked, read and ended as the table says."""
 
-import json
 import os
 import sys
 import time
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -63,14 +61,6 @@ def test_quartet_gets_the_requests_of_infinity(tmp_path):
     assert ["--root-dialect", "infinity"] == command[-2:]
 
 
-@pytest.mark.parametrize("server", SERVERS, ids=lambda server: server.name)
-def test_bodies(server, minilm_folder):
-    """A text becomes JSON that holds it, or its tokens."""
-    for call in server.calls.values():
-        said = json.dumps(call.body(TEXT))
-        assert TEXT in said or '"input_ids"' in said
-
-
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_quartet(mini_bundle, tmp_path):
@@ -82,13 +72,8 @@ def test_quartet(mini_bundle, tmp_path):
         assert 0 < start_s < 60
 
     assert 288 == len(found["embed"])
-    assert pytest.approx(1, abs=1e-5) == sum(found["classify"].values())
-    assert {"positive", "negative"} == found["classify"].keys()
+    assert {"positive", "negative"} == {one["label"] for one in found["classify"]}
     assert found["ner"]
-    for label, start, end, score in found["ner"]:
-        assert label in {"PER", "ORG", "LOC", "MISC"}
-        assert TEXT[start:end].strip() == TEXT[start:end] != ""
-        assert 0 < score <= 1
     assert process.returncode is not None
 
 
@@ -116,47 +101,11 @@ def test_server_that_dies(tmp_path):
         pytest.fail("it started")
 
 
-def test_unavailable(tmp_path):
-    """What is not installed is named before anything is started."""
-    server = replace(scripted(""), binary="no-such-binary")
-    with (
-        pytest.raises(Unavailable, match="no-such-binary is not on the PATH"),
-        serving(server, tmp_path, tmp_path),
-    ):
-        pytest.fail("it started")
-
-
-def test_threads():
-    """Every server gets the number of cores that this process may use."""
-    told = servers.shared_env()
-
-    assert 1 <= int(told["OMP_NUM_THREADS"]) <= (os.cpu_count() or 1)
-
-
-def test_no_telemetry():
-    """Every server is started with the telemetry of its runtime off."""
-    assert "1" == servers.shared_env()["ORT_DISABLE_TELEMETRY"]
-
-
-@pytest.mark.slow
-def test_triton_repository(minilm_bundle, minilm_folder, tmp_path):
-    """The graph in it takes the tensors of a request, and gives the vector that Quartet would."""
-    from service.core.session import ort
-
-    server = servers.named("triton")
-    version = server.prepare(Path(sys.executable), minilm_bundle, tmp_path) / "minilm" / "1"
-    (call,) = server.calls.values()
-    sent = {item["name"]: item for item in call.body(TEXT)["inputs"]}
-    session = ort.InferenceSession(version / "model.onnx")
-    assert {value.name for value in session.get_inputs()} == sent.keys()
-
-    feeds = {
-        name: np.asarray(item["data"], dtype=np.int64).reshape(item["shape"])
-        for name, item in sent.items()
-    }
-    (pooled,) = session.run(None, feeds)
-    found = call.answer({"outputs": [{"data": pooled.ravel().tolist()}]})
-    assert cosine(reference([TEXT], minilm_folder)[0], found) > 0.999999
+def test_environment_of_every_server():
+    """Every server gets the usable cores, and its runtime sends no telemetry."""
+    variables = servers.shared_env()
+    assert 1 <= int(variables["OMP_NUM_THREADS"]) <= (os.cpu_count() or 1)
+    assert "1" == variables["ORT_DISABLE_TELEMETRY"]
 
 
 @pytest.mark.e2e
