@@ -1,6 +1,6 @@
 """Throughput and latency of `/embed` through HTTP: packed against padded, batched against not, and the bare session.
 
-    python -m benchmarks.bench [--bundle DIR] [--mix news] [--cores N] [--rounds N] [--seconds N]
+    python -m benchmarks.bench [--bundle DIR] [--mix news] [--rounds N] [--seconds N]
 
 Six servers of the same weights (MiniLM, by default) are measured in interleaved rounds: the packed fp32 graph, the same
 without batching, the portable padded fp32 graph, the packed int8 graph; and both packed graphs with HTTP and inference
@@ -10,7 +10,6 @@ sorted batches (`benchmarks/lib/onnxruntime_baseline.py`).
 
 import argparse
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -39,18 +38,13 @@ CONNECTIONS = (1, 8, 32, 128, 256)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bundle", type=Path, help="a full bundle; MiniLM is exported by default")
-    parser.add_argument("--texts", type=Path, help="one text per line, instead of a mix")
     parser.add_argument("--mix", choices=traffic.MIXES, default="news", help="lengths of texts")
-    parser.add_argument(
-        "--cores", type=int, help="for each server; the rest for the load generator"
-    )
     parser.add_argument("--connections", nargs="+", type=int, default=CONNECTIONS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--out", type=Path, help="write the JSON line to this file, too")
     options = parser.parse_args()
-    mix = traffic.texts(traffic.MIXES[options.mix])
-    texts = options.texts.read_text().splitlines() if options.texts else mix
+    texts = traffic.texts(traffic.MIXES[options.mix])
     described = machine.describe()
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
@@ -60,11 +54,8 @@ def main() -> None:
         sizes = [len(encoding) for encoding in onnxruntime_baseline.encode(full, texts)]
         tokens = float(np.mean(sizes))
         print(f"{described}\n{len(texts)} texts of {tokens:.0f} tokens on average")
-        contenders = [*variants(full, texts, scratch)]
-        if options.cores:
-            contenders = share_cores(contenders, options.cores)
         tested = rounds.measure(
-            contenders,
+            [*variants(full, texts, scratch)],
             "embed",
             model,
             texts,
@@ -79,20 +70,12 @@ def main() -> None:
     results = {
         "run": run,
         "machine": described,
-        "cores": options.cores,
         "texts": {"mix": options.mix, "count": len(texts), "mean_tokens": tokens},
         "contenders": rows,
     }
     print(json.dumps(results))
     if options.out:
         options.out.write_text(json.dumps(results) + "\n")
-
-
-def share_cores(contenders: Sequence[Server], count: int) -> list[Server]:
-    """Pin contenders to the first cores, and this process to the others, if there are any."""
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, cores[count:] or cores)
-    return [servers.pinned(one, cores[:count]) for one in contenders]
 
 
 def variants(full: bundle.Bundle, texts: Sequence[str], scratch: Path) -> Iterator[Server]:

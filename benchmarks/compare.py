@@ -2,9 +2,9 @@
 
     python -m benchmarks.compare [--mixes short news documents] [--servers NAME ...] [--rounds 5]
 
-First their vectors are compared. Then a closed loop of 1, 8, 32 and 128 connections, one text per request, and an open
-loop at rising rates. Prints a table for each mix and one JSON line. Peers' environments are built first (see
-benchmarks/peers/README.md); a server whose environment cannot be built is left out by name.
+First their vectors are compared. Then they are measured at 1, 8, 32 and 128 connections, one text per request. Prints
+a table for each mix and one JSON line. Peers' environments are built first (see benchmarks/peers/README.md); a server
+whose environment cannot be built is left out by name.
 """
 
 import argparse
@@ -23,7 +23,6 @@ from benchmarks.lib.environments import Unavailable
 from benchmarks.lib.servers import Server
 
 CONNECTIONS = (1, 8, 32, 128)
-RATES = (20, 40, 80, 120, 160, 240, 320)  # requests per second
 
 
 def main() -> None:
@@ -31,7 +30,6 @@ def main() -> None:
     parser.add_argument("--mixes", nargs="+", choices=traffic.MIXES, default=[*traffic.MIXES])
     parser.add_argument("--servers", nargs="+", metavar="NAME", help="all by default")
     parser.add_argument("--connections", nargs="*", type=int, default=CONNECTIONS)
-    parser.add_argument("--rates", nargs="*", type=int, default=RATES, help="of the open loop")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--out", type=Path, help="write the JSON line to this file, too")
@@ -54,7 +52,6 @@ def main() -> None:
                 traffic.texts(traffic.MIXES[mix]),
                 Path(scratch),
                 connections=given.connections,
-                rates=given.rates,
                 rounds=given.rounds,
                 seconds=given.seconds,
             )

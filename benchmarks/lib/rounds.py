@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +19,7 @@ import uvloop
 
 from benchmarks.lib import processes, servers
 from benchmarks.lib.environments import Unavailable
-from benchmarks.lib.load_generator import Measured, closed_loop, open_loop, request_bytes
+from benchmarks.lib.load_generator import Measured, closed_loop, request_bytes
 from benchmarks.lib.servers import WINDOW, Running, Server, StartError
 
 T = TypeVar("T")
@@ -28,9 +27,6 @@ T = TypeVar("T")
 WARM_S = 0.7  # before each window
 SETTLE_S = 20.0  # after one, at most
 IDLE, IDLE_S = 0.3, 0.2  # share of a core, and seconds, below which a server is idle
-KEPT_UP = (
-    0.95  # share of the offered requests; a server that answers less in an open loop is overloaded
-)
 
 
 @dataclass(frozen=True)
@@ -42,7 +38,7 @@ class Window:
     generator: cores that the load generator took
     """
 
-    load: float  # connections, or requests offered per second
+    load: int  # connections
     rate: float
     p50_ms: float
     p99_ms: float
@@ -52,7 +48,7 @@ class Window:
 
 @dataclass
 class Tested:
-    """One server's start, its memory at the end, and its windows by load, one for each round."""
+    """One server's start, its memory at the end, and its windows by connections, one for each round."""
 
     name: str
     note: str = ""
@@ -60,22 +56,17 @@ class Tested:
     start_s: float = 0.0
     peak_mb: float = 0.0
     closed: dict[int, list[Window]] = field(default_factory=dict)
-    open: dict[int, list[Window]] = field(default_factory=dict)  # by rate
 
 
 @dataclass
 class Contender:
-    """A running server, its requests and its results.
-
-    overloaded: whether it fell behind in an open loop of this round
-    """
+    """A running server, its requests and its results."""
 
     server: Server
     running: Running
     requests: Sequence[bytes]
     weights: np.ndarray
     result: Tested
-    overloaded: bool = False
 
 
 def measure(
@@ -86,7 +77,6 @@ def measure(
     scratch: Path,
     *,
     connections: Sequence[int],
-    rates: Sequence[int] = (),
     weights: Sequence[float] | None = None,
     rounds: int = 5,
     seconds: float = 3.0,
@@ -94,17 +84,11 @@ def measure(
 ) -> list[Tested]:
     """Measure every server that offers the task, under every load, in every round.
 
-    rates: of the open loop, requests per second
     weights: the size of each text, for example in tokens; an answer counts by its size
 
-    A server that fails is left out with its reason. A server that falls behind a rate of the open loop gets no higher
-    one in the same round.
+    A server that fails is left out with its reason.
     """
     tested = [Tested(server.name, server.note) for server in chosen]
-    blocks: list[tuple[str, Callable[[Contender], None]]] = []
-    for count in connections:
-        blocks.append((f"{count} connections", partial(run_closed, count=count, seconds=seconds)))
-    blocks += [(f"{rate}/s", partial(run_open, rate=rate, seconds=seconds)) for rate in rates]
     with ExitStack() as stack:
         contenders: list[Contender] = []
         for server, result in zip(chosen, tested, strict=True):
@@ -122,14 +106,12 @@ def measure(
             sizes = np.ones(len(texts)) if weights is None else np.asarray(weights)
             contenders.append(Contender(server, running, requests, sizes / sizes.mean(), result))
         for number in range(rounds):
-            for one in contenders:
-                one.overloaded = False
-            for what, ask in blocks:
-                say(f"round {number + 1} of {rounds}: {what}")
+            for count in connections:
+                say(f"round {number + 1} of {rounds}: {count} connections")
                 for one in alternating_order(contenders, number):
                     if not one.result.skipped:
                         with suppress_failure(one.result), working(one.running):
-                            ask(one)
+                            run_closed(one, count, seconds)
         for one in contenders:
             one.result.peak_mb = processes.peak_mb(one.running.process.pid)
     return tested
@@ -157,13 +139,6 @@ def run_closed(one: Contender, count: int, seconds: float) -> None:
     one.result.closed.setdefault(count, []).append(found)
 
 
-def run_open(one: Contender, rate: int, seconds: float) -> None:
-    if not one.server.measures_itself and not one.overloaded:
-        found, offered = measure_open(one.running, one.requests, rate, seconds)
-        one.result.open.setdefault(rate, []).append(found)
-        one.overloaded = found.rate < KEPT_UP * offered or found.p99_ms > 1000 * seconds
-
-
 def measure_closed(
     running: Running, requests: Sequence[bytes], weights: np.ndarray, count: int, seconds: float
 ) -> Window:
@@ -173,17 +148,6 @@ def measure_closed(
     )
     assert found.numbers is not None
     return window(count, found, weights[found.numbers].sum() / seconds, spent)
-
-
-def measure_open(
-    running: Running, requests: Sequence[bytes], rate: float, seconds: float
-) -> tuple[Window, float]:
-    """Measure an open loop at a rate. Returns the window, and the requests that were offered per second."""
-    found, spent = run_load(
-        running, open_loop(running.port, requests, rate, seconds, warm_s=WARM_S)
-    )
-    assert found.offered is not None
-    return window(rate, found, found.rate, spent), found.offered
 
 
 def self_measured(running: Running, count: int, seconds: float) -> Window:
@@ -206,7 +170,7 @@ def run_load(running: Running, load: Coroutine[Any, Any, Measured]) -> tuple[Mea
     return found, spent * found.seconds / found.lasted
 
 
-def window(load: float, found: Measured, rate: float, spent: float) -> Window:
+def window(load: int, found: Measured, rate: float, spent: float) -> Window:
     return Window(
         load=load,
         rate=rate,
@@ -291,9 +255,6 @@ def summaries(tested: Sequence[Tested]) -> list[dict[str, Any]]:
                 load: summary(found, first.closed.get(load, ()))
                 for load, found in one.closed.items()
             },
-            "open": {
-                load: summary(found, first.open.get(load, ())) for load, found in one.open.items()
-            },
         }
         for one in tested
     ]
@@ -306,22 +267,18 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         if row.get("skipped"):
             print(f"{row['server']:<24}{row['skipped'].splitlines()[0]}")
-        for kind in ("closed", "open"):
-            for load, found in row[kind].items():
-                shown = load if kind == "closed" else f"{load}/s"
-                low, high = found["spread"]
-                print(
-                    f"{row['server']:<24}{shown:>7}{found['rate']:>9.0f}{found['p50_ms']:>9.1f}"
-                    f"{found['p99_ms']:>9.1f}{found['cpu_ms']:>8.1f}{found['ratio']:>7.2f}  ({low:.2f}-{high:.2f})"
-                )
-    print("\nload: connections of a closed loop, or requests offered per second")
+        for load, found in row["closed"].items():
+            low, high = found["spread"]
+            print(
+                f"{row['server']:<24}{load:>7}{found['rate']:>9.0f}{found['p50_ms']:>9.1f}"
+                f"{found['p99_ms']:>9.1f}{found['cpu_ms']:>8.1f}{found['ratio']:>7.2f}  ({low:.2f}-{high:.2f})"
+            )
+    print("\nload: connections")
     for row in rows:
         if row["start_s"]:
             print(
                 f"{row['server']:<24}ready in {row['start_s']:.1f} s, {row['peak_mb']:.0f} MB at most"
             )
-    generator = [
-        w["generator"] for row in rows for kind in ("closed", "open") for w in row[kind].values()
-    ]
+    generator = [window["generator"] for row in rows for window in row["closed"].values()]
     if generator:
         print(f"the load generator took at most {max(generator):.2f} of a core")

@@ -366,16 +366,6 @@ SERVERS = (
 )
 
 
-def pinned(server: Server, cores: Sequence[int]) -> Server:
-    """Return the server pinned to some cores."""
-    to = ",".join(map(str, cores))
-
-    def command(python: Path, model: Path, port: int) -> list[str]:
-        return ["taskset", "--cpu-list", to, *server.command(python, model, port)]
-
-    return replace(server, command=command)
-
-
 def chosen(names: Sequence[str] | None) -> list[Server]:
     """Return the servers of these names, or all. Raises KeyError as `named` does."""
     return [named(name) for name in names] if names else [*SERVERS]

@@ -59,7 +59,7 @@ def run(*command: str | Path, folder: Path) -> str:
 
 
 def test_generated_clients_work(python, tiny_bundle, masked_bundle, tmp_path):
-    """Both generators read the whole document, mypy finds no error, and every operation is called with success."""
+    """Both generators read the whole document, mypy finds no error, and every native operation succeeds."""
     (tmp_path / "server").mkdir()
     with desk(tiny_bundle, tmp_path / "server", others=[masked_bundle]) as at:
         with urllib.request.urlopen(f"{at.server.url}/openapi.json") as answer:
@@ -78,10 +78,13 @@ def test_generated_clients_work(python, tiny_bundle, masked_bundle, tmp_path):
         run(python, "-m", "mypy", *checked, folder=tmp_path)
 
         operations = {
-            o["operationId"] for path in document["paths"].values() for o in path.values()
+            operation["operationId"]
+            for path in document["paths"].values()
+            for operation in path.values()
+            if {*operation["tags"]} <= {"tasks", "service", "administration"}
         }
         called = re.findall(r"(\w+)\.sync\(", (FILES / "calls.py").read_text())
-        assert operations == {"models" if name == "served" else name for name in called}
+        assert operations <= {"models" if name == "served" else name for name in called}
         at.save("2")
         keys = [headers["Authorization"].split()[1] for headers in (at.client, at.admin)]
         run(python, "calls.py", at.server.url, *keys, folder=tmp_path)

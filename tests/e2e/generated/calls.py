@@ -1,4 +1,4 @@
-"""Every call of the service by generated code: `calls.py URL CLIENT_KEY ADMIN_KEY`.
+"""Every call of the native API, and those of OpenAI's, by generated code: `calls.py URL CLIENT_KEY ADMIN_KEY`.
 
 tests/e2e/test_generated_clients.py generates `quartet_client` and `quartet_models`, and runs this next to them.
 """
@@ -19,44 +19,7 @@ from quartet_client.api.administration import (
     roll_back_model,
     unload_model,
 )
-from quartet_client.api.cohere import (
-    cohere_detokenize,
-    cohere_embed_v1,
-    cohere_embed_v2,
-    cohere_model,
-    cohere_models,
-    cohere_rerank_v1,
-    cohere_rerank_v2,
-    cohere_tokenize,
-)
-from quartet_client.api.hugging_face_inference_api import (
-    hf_feature_extraction,
-    hf_fill_mask,
-    hf_health,
-    hf_info,
-    hf_question_answering,
-    hf_sentence_similarity,
-    hf_text_classification,
-    hf_token_classification,
-    hf_zero_shot_classification,
-)
-from quartet_client.api.infinity import (
-    infinity_classify,
-    infinity_embeddings,
-    infinity_health,
-    infinity_models,
-    infinity_rerank,
-)
-from quartet_client.api.jina import jina_rerank
 from quartet_client.api.open_ai import openai_embeddings, openai_model, openai_models
-from quartet_client.api.open_inference_protocol import (
-    v2_infer,
-    v2_live,
-    v2_model,
-    v2_model_ready,
-    v2_ready,
-    v2_server,
-)
 from quartet_client.api.service import live, metrics, ready
 from quartet_client.api.service import models as served
 from quartet_client.api.tasks import (
@@ -74,19 +37,6 @@ from quartet_client.api.tasks import (
     tokenize,
     zero_shot,
 )
-from quartet_client.api.text_embeddings_inference import (
-    tei_decode,
-    tei_embed,
-    tei_embed_all,
-    tei_embed_sparse,
-    tei_health,
-    tei_info,
-    tei_predict,
-    tei_rerank,
-    tei_similarity,
-    tei_tokenize,
-)
-from quartet_client.api.v_llm import vllm_classify, vllm_pooling, vllm_rerank, vllm_score
 
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
@@ -95,16 +45,7 @@ TEXT = "Ada drew a comet near the harbour."
 OTHER = "The ferry sails at nine."
 
 
-Error = (
-    models.ErrorResponse
-    | models.CohereErrorResponse
-    | models.HfErrorResponse
-    | models.InferenceErrorResponse
-    | models.InfinityErrorResponse
-    | models.JinaErrorResponse
-    | models.OpenAIErrorResponse
-    | models.TeiErrorResponse
-)
+Error = models.ErrorResponse | models.OpenAIErrorResponse
 
 
 def good(answer: Error | T | None) -> T:
@@ -190,110 +131,12 @@ def call_more_tasks(client: AuthenticatedClient) -> None:
     assert isinstance(embed_sparse.sync(client=client, body=weighed), models.ErrorResponse)
 
 
-def call_dialects(client: AuthenticatedClient) -> None:
+def call_openai(client: AuthenticatedClient) -> None:
     body = models.OpenAIEmbeddingRequest(input_=[TEXT, OTHER], model="tiny", dimensions=4)
     found = good(openai_embeddings.sync(client=client, body=body))
     assert [0, 1] == [one.index for one in found.data]
     listed = good(openai_models.sync(client=client))
     assert listed.data[0] == openai_model.sync(client=client, model="tiny")
-
-    vectors = good(tei_embed.sync(client=client, body=models.TeiEmbedRequest(inputs=TEXT)))
-    assert 64 == len(vectors[0])
-    assert good(tei_predict.sync(client=client, body=models.TeiPredictRequest(inputs=TEXT)))
-    sentences = models.TeiSentences(source_sentence=TEXT, sentences=[OTHER])
-    asked = models.TeiSimilarityRequest(inputs=sentences)
-    assert 1 == len(good(tei_similarity.sync(client=client, body=asked)))
-    tokens = good(tei_tokenize.sync(client=client, body=models.TeiTokenizeRequest(inputs=TEXT)))
-    ids = models.TeiDecodeRequest(ids=[token.id for token in tokens[0]])
-    assert good(tei_decode.sync(client=client, body=ids))
-    assert "tiny@1" == good(tei_info.sync(client=client)).model_id
-    good(tei_health.sync(client=client))
-
-    documents = models.TeiRerankRequest(query=TEXT, texts=[OTHER])
-    assert 1 == len(good(tei_rerank.sync(client=client, body=documents)))
-
-    # The model has no head for these.
-    texts = models.TeiEmbedAllRequest(inputs=TEXT)
-    sparse = models.TeiEmbedSparseRequest(inputs=TEXT)
-    for refused in (
-        tei_embed_all.sync(client=client, body=texts),
-        tei_embed_sparse.sync(client=client, body=sparse),
-    ):
-        assert isinstance(refused, models.TeiErrorResponse)
-        assert "Validation" == refused.error_type
-
-
-def call_cohere(client: AuthenticatedClient) -> None:
-    body = models.CohereEmbedRequest(texts=[TEXT, OTHER], input_type="search_query")
-    found = good(cohere_embed_v2.sync(client=client, body=body))
-    plain = good(cohere_embed_v1.sync(client=client, body=body))
-    assert plain.embeddings == found.embeddings.float_
-    documents = models.CohereRerankRequest(query=TEXT, documents=[OTHER])
-    assert 1 == len(good(cohere_rerank_v1.sync(client=client, body=documents)).results)
-    assert 1 == len(good(cohere_rerank_v2.sync(client=client, body=documents)).results)
-    asked = models.CohereTokenizeRequest(text=TEXT)
-    tokens = good(cohere_tokenize.sync(client=client, body=asked))
-    ids = models.CohereDetokenizeRequest(tokens=tokens.tokens)
-    assert good(cohere_detokenize.sync(client=client, body=ids)).text
-    listed = good(cohere_models.sync(client=client))
-    assert listed.models[0] == cohere_model.sync(client=client, model="tiny")
-
-
-def call_infinity_and_others(client: AuthenticatedClient) -> None:
-    vectors = models.InfinityEmbeddingRequest(input_=TEXT, dimensions=4)
-    assert good(infinity_embeddings.sync(client=client, body=vectors)).data
-    labels = models.InfinityClassifyRequest(input_=TEXT)
-    assert good(infinity_classify.sync(client=client, body=labels)).data
-    documents = models.InfinityRerankRequest(query=TEXT, documents=[OTHER])
-    assert 1 == len(good(infinity_rerank.sync(client=client, body=documents)).results)
-    assert good(infinity_models.sync(client=client)).data
-    good(infinity_health.sync(client=client))
-
-    others = models.JinaRerankRequest(query=TEXT, documents=[OTHER])
-    assert 1 == len(good(jina_rerank.sync(client=client, body=others)).results)
-
-    good(vllm_classify.sync(client=client, body=models.VllmClassifyRequest(input_=TEXT)))
-    good(vllm_pooling.sync(client=client, body=models.VllmPoolingRequest(input_=[TEXT])))
-    pairs = models.VllmScoreRequest(text_1=TEXT, text_2=[OTHER, TEXT])
-    assert 2 == len(good(vllm_score.sync(client=client, body=pairs)).data)
-    ranked = models.VllmRerankRequest(query=TEXT, documents=[OTHER, TEXT])
-    assert TEXT == good(vllm_rerank.sync(client=client, body=ranked)).results[0].document.text
-
-
-def call_hugging_face(client: AuthenticatedClient) -> None:
-    labels = models.HfClassifyRequest(inputs=TEXT)
-    assert good(hf_text_classification.sync(client=client, body=labels))
-    assert good(
-        hf_token_classification.sync(client=client, body=models.HfTokenRequest(inputs=[TEXT]))
-    )
-    question = models.QaInput(question="Who drew a comet?", context=TEXT)
-    assert good(hf_question_answering.sync(client=client, body=models.HfQaRequest(inputs=question)))
-    texts = models.HfFeatureRequest(inputs=[TEXT])
-    assert 64 == len(good(hf_feature_extraction.sync(client=client, body=texts))[0])
-    sentences = models.TeiSentences(source_sentence=TEXT, sentences=[OTHER])
-    compared = models.HfSimilarityRequest(inputs=sentences)
-    assert 1 == len(good(hf_sentence_similarity.sync(client=client, body=compared)))
-    masks = models.HfMaskRequest(inputs="Ada drew a [MASK].", model="masked")
-    assert good(hf_fill_mask.sync(client=client, body=masks))
-    choice = models.HfZeroShotParameters(candidate_labels=["a", "b"])
-    asked = models.HfZeroShotRequest(inputs=TEXT, parameters=choice)
-    refused = hf_zero_shot_classification.sync(client=client, body=asked)
-    assert isinstance(refused, models.HfErrorResponse)  # there is no entailment head
-    assert "tiny@1" == good(hf_info.sync(client=client)).model_id
-    good(hf_health.sync(client=client))
-
-
-def call_inference_protocol(url: str, client: AuthenticatedClient) -> None:
-    text = models.InferInput(name="text", shape=[1], datatype="BYTES", data=[TEXT])
-    body = models.InferRequest(inputs=[text], outputs=[models.InferOutput(name="embeddings")])
-    (vectors,) = good(v2_infer.sync(client=client, model="tiny", body=body)).outputs
-    assert [1, 64] == vectors.shape
-    assert good(v2_server.sync(client=client)).extensions
-    anyone = Client(base_url=url)
-    assert good(v2_live.sync(client=anyone)).live
-    assert good(v2_ready.sync(client=anyone)).ready
-    assert ["1"] == good(v2_model.sync(client=client, model="tiny")).versions
-    assert good(v2_model_ready.sync(client=client, model="tiny")).ready
 
 
 def call_pages(url: str, client: AuthenticatedClient, admin: AuthenticatedClient) -> None:
@@ -361,11 +204,7 @@ def main(url: str, client_key: str, admin_key: str) -> None:
     admin = AuthenticatedClient(base_url=url, token=admin_key)
     call_tasks(client)
     call_more_tasks(client)
-    call_dialects(client)
-    call_cohere(client)
-    call_infinity_and_others(client)
-    call_hugging_face(client)
-    call_inference_protocol(url, client)
+    call_openai(client)
     call_pages(url, client, admin)
     call_administration(admin)
     call_errors(client)
