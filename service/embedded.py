@@ -199,7 +199,7 @@ class EmbeddedService:
     ) -> list[float | None]:
         """Return the cosine of the vector of each text with that of the source. options: of `Similarity`"""
         task = validate(Similarity, {"source": source, "inputs": inputs, **options})
-        return task.scores(self._engine(model), await self.answer(task, model=model, head=head))
+        return task.scores(self.engine(model), await self.answer(task, model=model, head=head))
 
     async def rerank(
         self,
@@ -215,7 +215,7 @@ class EmbeddedService:
 
         A model without a cross-encoder ranks by its vectors.
         """
-        engine = self._engine(model)
+        engine = self.engine(model)
         asked = validate(Reranking, {"query": query, "documents": documents, **options})
         if asked.weights is None:
             head = head or select_ranking_head(engine)
@@ -245,7 +245,7 @@ class EmbeddedService:
         tenant: whose fair share of the device this uses
         timeout_s: in place of `deadline_ms`
         """
-        engine = self._engine(model)
+        engine = self.engine(model)
         seconds = self.settings.deadline_ms / 1000 if timeout_s is None else timeout_s
         ticket = Ticket(
             request_id=f"embedded-{next(self._numbers)}",
@@ -263,7 +263,8 @@ class EmbeddedService:
         finally:
             engine.release()
 
-    def _engine(self, model: str | None) -> Engine:
+    def engine(self, model: str | None = None) -> Engine:
+        """Return the engine of a model; None for the default one. Raises UnknownModel and Draining."""
         if self._state.draining:
             raise Draining("the service is draining")
         return self._state.open_engines().get(model, self.settings.rule_of_unknown_models("refuse"))

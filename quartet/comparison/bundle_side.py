@@ -1,6 +1,7 @@
 """A side that is a bundle, which also answers as other servers would: by a recipe."""
 
 import asyncio
+import json
 import os
 import shutil
 import tempfile
@@ -13,8 +14,18 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from quartet.comparison.recipes import SERVED, Recipe, RecipeEncoder, RecipeTask, convert
+from export.external.onnx_source import POOLINGS
+from quartet.comparison.recipes import (
+    SERVED,
+    Recipe,
+    RecipeEncoder,
+    convert,
+    encoding_of,
+    options_of,
+)
+from quartet.comparison.servers import PATHS, READERS, make_body
 from quartet.comparison.sides import Item, SideError, Task
+from service.bulk.predictor import post
 from service.core import bundle
 from service.core.bundle import Bundle
 from service.core.cpu import CPU
@@ -23,7 +34,6 @@ from service.core.manifest import Head
 from service.core.packing import pack
 from service.core.session import SessionOptions, open_graph, packed_feeds, padded_feeds
 from service.embedded import EmbeddedService
-from service.errors import QuartetError
 
 HIDDEN = ("LayerNormalization", "SimplifiedLayerNormalization")  # the end of an encoder
 TASKS: Mapping[str, Task] = {
@@ -34,14 +44,6 @@ TASKS: Mapping[str, Task] = {
     "sparse-embedding": "sparse",
 }
 Floats = NDArray[np.float32]
-POOLINGS: Mapping[str, Callable[[Floats], Floats]] = {  # of token vectors [n, H]
-    "mean": lambda rows: rows.mean(axis=0),
-    "cls": lambda rows: rows[0],
-    "max": lambda rows: rows.max(axis=0),
-    "lasttoken": lambda rows: rows[-1],
-    "weightedmean": lambda rows: np.average(rows, axis=0, weights=np.arange(1, len(rows) + 1)),
-    "mean_sqrt_len_tokens": lambda rows: rows.sum(axis=0) / np.sqrt(len(rows)),
-}
 
 
 class BundleSide:
@@ -58,22 +60,18 @@ class BundleSide:
         self.bundle = bundle.load(self.path)
         self._wanted = head
         heads = self.bundle.manifest.heads.values()
-        self.tasks = [
-            *dict.fromkeys(
-                "reranking" if len(own.labels) == 1 else TASKS[own.task]
-                for own in heads
-                if own.task in TASKS
-            )
-        ]
-        if "embeddings" in self.tasks or "sparse" in self.tasks:
-            self.tasks = [*dict.fromkeys([*self.tasks, "reranking"])]  # by vectors
+        known = [own for own in heads if own.task in TASKS]
+        tasks = ["reranking" if len(own.labels) == 1 else TASKS[own.task] for own in known]
+        # Vectors rank, too.
+        ranks: list[Task] = ["reranking"] if {"embeddings", "sparse"} & {*tasks} else []
+        self.tasks = [*dict.fromkeys(tasks + ranks)]
         self._services: dict[str, EmbeddedService] = {}
-        self._encoders: dict[Any, Encoder] = {}
+        self._encoders: dict[Recipe, Encoder] = {}
         self._hidden: Callable[[Any], Floats] | None = None
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        await self._service(self.precision)
+        self._encoders[SERVED] = (await self._service(self.precision)).engine().encoder
         return self
 
     async def __aexit__(self, *error: Any) -> None:
@@ -96,37 +94,42 @@ class BundleSide:
         return next(iter(heads.values()))
 
     async def answer(self, task: Task, item: Item, recipe: Recipe = SERVED) -> Any:
+        """Return the answer of the service in this process. Recipes other than SERVED are computed one at a time."""
         service = await self._service(recipe.precision or self.precision)
-        if recipe.pooling is not None and task == "embeddings":
-            return await asyncio.to_thread(self._pooled, item[0], recipe)
-        made = RecipeTask(task, item, recipe, self._encoders)
-        try:
-            return made.read(await service.answer(made, head=self._wanted or None))
-        except QuartetError as error:
-            raise SideError(f"{self.name}: {error.message}") from None
+        if task == "embeddings":
+            head = self.head(task)
+            prompt = head.default_prompt_text if recipe.prompt is None else recipe.prompt
+            item = (prompt + item[0],)
+            if recipe.pooling is not None:
+                return await asyncio.to_thread(self._pooled, item[0], recipe)
+        body = {**make_body("quartet", task, item, ""), **options_of(task, recipe)}
+        if self._wanted:
+            body["head"] = self._wanted
+        service.engine().encoder = self.encoder(recipe)
+        content = json.dumps(body).encode()
+        status, found, _ = await post(service.app, PATHS["quartet"][task], content)
+        if status != 200:
+            raise SideError(f"{self.name}: {found['error']['message']}")
+        return convert(task, READERS[task](found), item[-1], recipe)
 
     def encoder(self, recipe: Recipe) -> Encoder:
         """Return the encoder of a recipe."""
-        own = Encoder.from_file(
-            self.bundle.file(self.bundle.manifest.vocabulary.file), self.bundle.manifest.max_length
-        )
-        return RecipeEncoder(own, recipe)
+        key = encoding_of(recipe)
+        if key not in self._encoders:
+            self._encoders[key] = RecipeEncoder(self._encoders[SERVED], key)
+        return self._encoders[key]
 
     def _pooled(self, text: str, recipe: Recipe) -> Any:
         """Return a vector that is pooled otherwise than the graph does."""
         head = self.head("embeddings")
-        key = ("pooling", recipe)
-        if key not in self._encoders:
-            self._encoders[key] = self.encoder(recipe)
-        prompt = head.default_prompt_text if recipe.prompt is None else recipe.prompt
-        cut: Any = "window" if recipe.truncation == "left" else True
-        [own] = self._encoders[key].windows([prompt + text], truncate=cut)
+        cut = options_of("embeddings", recipe)["truncate"]
+        [own] = self.encoder(recipe).windows([text], truncate=cut)
         if self._hidden is None:
             self._hidden = open_hidden(self.bundle, self.precision)
         vector = POOLINGS[recipe.pooling or ""](self._hidden(own.windows[0]))
         normalize = head.normalize if recipe.normalize is None else recipe.normalize
         length = np.linalg.norm(vector) if normalize else 1.0
-        return convert((vector / (length or 1.0)).astype(np.float32), text, recipe)
+        return convert("embeddings", (vector / (length or 1.0)).astype(np.float32), text, recipe)
 
 
 def open_hidden(opened: Bundle, precision: str) -> Callable[[Any], Floats]:

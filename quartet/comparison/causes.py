@@ -1,19 +1,19 @@
 """The search for what makes a side's answers equal to a bundle's: one known cause after the other."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from quartet.comparison.bundle_side import POOLINGS, BundleSide
+from export.external.onnx_source import POOLINGS
+from quartet.comparison.bundle_side import BundleSide
 from quartet.comparison.figures import EQUAL, rounding
 from quartet.comparison.recipes import SERVED, Recipe
 from quartet.comparison.sides import Item, SideError, Task
 from service.core.agreement import distance
 from service.core.cpu import CPU
-from service.core.manifest import Head
 from service.tasks.entity_recognition import Aggregation
 
 Distances = NDArray[np.float64]
@@ -26,6 +26,16 @@ PROMPTS = (
     *("", "query: ", "passage: ", "search_query: ", "search_document: "),
     "Represent this sentence for searching relevant passages: ",
 )
+# The tasks of a field of a recipe; all for the others.
+TASKS: Mapping[str, Sequence[Task]] = {
+    **dict.fromkeys(("dimensions", "normalize", "pooling", "prompt"), ("embeddings",)),
+    "activation": ("labels", "reranking"),
+    "labels": ("labels",),
+    "offset_unit": ("entities", "answers"),
+    "aggregation": ("entities",),
+    "token_type": ("embeddings", "labels", "entities", "answers", "reranking"),
+    "padding": ("embeddings", "labels", "sparse"),
+}
 # What to change, by the field of a recipe. {} is the value that the other side uses.
 SETTINGS = {
     "pooling": "it pools by {}: quartet export --pooling, TEI's and infinity's --pooling, 1_Pooling/config.json",
@@ -106,14 +116,15 @@ async def answers(
     left: Distances,
 ) -> list[Any] | None:
     """Return the answers of a recipe; None if those that differ most, which are computed first, stay as far."""
-    made: dict[int, Any] = {}
-    for number, place in enumerate(np.argsort(-left)):
-        made[place] = await lab.answer(task, items[place], recipe)
-        if number + 1 == PROBED:
-            apart = [distance(theirs[own], made[own]) for own in made]
-            if np.mean(apart) > np.mean(left[[*made]]):
-                return None
-    return [made[place] for place in range(len(items))]
+    first = np.argsort(-left)[:PROBED]
+    probed = {place: await lab.answer(task, items[place], recipe) for place in first}
+    apart = [distance(theirs[place], own) for place, own in probed.items()]
+    if np.mean(apart) > np.mean(left[first]):
+        return None
+    numbered = enumerate(items)
+    return [
+        probed[n] if n in probed else await lab.answer(task, item, recipe) for n, item in numbered
+    ]
 
 
 def distances(theirs: Sequence[Any], ours: Sequence[Any]) -> Distances:
@@ -130,48 +141,32 @@ def candidates(
 ) -> Iterator[tuple[str, Recipe]]:
     """Yield the recipes that differ from one in one field, with its name; quick and frequent causes come first."""
     manifest = lab.bundle.manifest
-    head = lab.head(task)
     longest = max(lab.encoder(SERVED).count_tokens(" ".join(item)) for item in items)
     lengths = [n for n in LENGTHS if n <= 2 * longest and n != manifest.max_length]
-    kinds = [("token_type", kind) for kind in (0, 1)] if task != "sparse" else []
-    served = {graph.precision for graph in manifest.graphs if graph.provider in CPU.graphs}
-    own: list[tuple[str, Any]] = [
-        *of_answers(task, head, ours, theirs),
-        *kinds,
-        *(("lower_case", lower) for lower in (True, False)),
-        ("truncation", "left"),
-        *(("max_length", length) for length in lengths),
-        *(("precision", precision) for precision in sorted(served)),
-    ]
-    if task in ("embeddings", "labels", "sparse"):
-        own += [("padding", length) for length in {*lengths, manifest.max_length}]
-    for name, value in own:
-        changed = replace(recipe, **{name: value})
-        if changed != recipe:
-            yield name, changed
-
-
-def of_answers(
-    task: Task, head: Head, ours: Sequence[Any], theirs: Sequence[Any]
-) -> Iterator[tuple[str, Any]]:
-    """Yield the causes that only some tasks have, each with a value."""
-    if task == "embeddings":
-        if len(theirs[0]) < len(ours[0]):
-            yield "dimensions", len(theirs[0])
-        yield from (("normalize", own) for own in (True, False))
-        yield from (("pooling", mode) for mode in POOLINGS)
-        yield from (
-            ("prompt", text) for text in dict.fromkeys([*head.named_prompts.values(), *PROMPTS])
-        )
-    elif task in ("labels", "reranking"):
-        functions = ("none", "sigmoid", "softmax")[: 2 if task == "reranking" else 3]
-        yield from (("activation", function) for function in functions)
-        if task == "labels" and (names := other_names(ours, theirs)):
-            yield "labels", names
-    elif task in ("entities", "answers"):
-        yield from (("offset_unit", unit) for unit in ("utf16", "byte"))
-        if task == "entities":
-            yield from (("aggregation", own) for own in get_args(Aggregation))
+    is_short = task == "embeddings" and len(theirs[0]) < len(ours[0])
+    values: dict[str, Iterable[Any]] = {
+        "dimensions": [len(theirs[0])] if is_short else [],
+        "normalize": (True, False),
+        "pooling": POOLINGS,
+        "prompt": dict.fromkeys([*lab.head(task).named_prompts.values(), *PROMPTS]),
+        "activation": ("none", "sigmoid", *(["softmax"] if task == "labels" else [])),
+        "labels": filter(None, [other_names(ours, theirs)] if task == "labels" else []),
+        "offset_unit": ("utf16", "byte"),
+        "aggregation": get_args(Aggregation),
+        "token_type": (0, 1),
+        "lower_case": (True, False),
+        "truncation": ("left",),
+        "max_length": lengths,
+        "precision": sorted(
+            {own.precision for own in manifest.graphs if own.provider in CPU.graphs}
+        ),
+        "padding": [*lengths, manifest.max_length],
+    }
+    for name, tried in values.items():
+        for value in tried if task in TASKS.get(name, get_args(Task)) else ():
+            changed = replace(recipe, **{name: value})
+            if changed != recipe:
+                yield name, changed
 
 
 def other_names(ours: Sequence[Any], theirs: Sequence[Any]) -> tuple[tuple[str, str], ...]:

@@ -1,6 +1,5 @@
-"""The ways in which servers make an answer from a text, and tasks that an engine computes in one of these ways."""
+"""The ways in which servers make an answer from a text: the encoder and the request that make it in one of them."""
 
-import copy
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,19 +8,10 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from quartet.comparison.sides import Item, Task
+from quartet.comparison.sides import Task
 from service.core import encode
-from service.core.decode import LabelScore, sigmoid
+from service.core.decode import sigmoid
 from service.core.encode import Cut, Encoder
-from service.engines.engine import Engine, Reply
-from service.engines.task_plan import TaskPlan
-from service.scheduling.entries import Heads
-from service.tasks.classification import Classification
-from service.tasks.embedding import Embedding
-from service.tasks.entity_recognition import EntityRecognition
-from service.tasks.question_answering import QuestionAnswering
-from service.tasks.reranking import Reranking, make_ranking, rank, select_ranking_head
-from service.tasks.sparse_embedding import SparseEmbedding
 
 
 @dataclass(frozen=True)
@@ -51,6 +41,12 @@ class Recipe:
 SERVED = Recipe()
 
 
+def encoding_of(recipe: Recipe) -> Recipe:
+    """Return a recipe with the fields that decide how a text becomes tokens."""
+    names = ("truncation", "max_length", "lower_case", "token_type", "padding")
+    return Recipe(**{name: getattr(recipe, name) for name in names})
+
+
 class RecipeEncoder(Encoder):
     """The encoder of a bundle, changed as a recipe says."""
 
@@ -73,9 +69,6 @@ class RecipeEncoder(Encoder):
 
     def windows(self, *texts: Any, **options: Any) -> list[Cut]:
         return [self._filled(cut) for cut in super().windows(*texts, **options)]
-
-    def one_with_each(self, *texts: Any, **options: Any) -> list[Cut]:
-        return [self._filled(cut) for cut in super().one_with_each(*texts, **options)]
 
     def _filled(self, cut: Cut) -> Cut:
         if not self._recipe.padding:
@@ -108,76 +101,30 @@ def with_case(tokenizer: Tokenizer, lower: bool) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(described))
 
 
-class RecipeTask:
-    """A task on one item, made as a recipe says.
+def options_of(task: Task, recipe: Recipe) -> dict[str, Any]:
+    """Return the fields of a native request that a recipe sets."""
+    options: dict[str, Any] = {"truncate": True}
+    # Windows, of which the recipe's encoder makes only one, get all tokens of a text.
+    has_windows = task in ("entities", "answers", "reranking") and not recipe.max_length
+    if has_windows or recipe.truncation == "left":
+        options["truncate"] = "window"
+    match task:
+        case "embeddings":
+            options |= {"prompt": "", "normalize": recipe.normalize}
+        case "labels":
+            options["function_to_apply"] = recipe.activation
+        case "entities":
+            options["aggregation_strategy"] = recipe.aggregation or "first"
+        case "reranking":
+            options["raw_scores"] = recipe.activation is not None
+    return options
 
-    encoders: known encoders by the bundle's own and the recipe, which take time to make
+
+def convert(task: Task, answer: Any, text: str, recipe: Recipe) -> Any:
+    """Return an answer with what no request sets: dimensions, labels, offsets, scores of a ranking by sigmoid.
+
+    text: that spans are of
     """
-
-    def __init__(
-        self, task: Task, item: Item, recipe: Recipe, encoders: dict[Any, Encoder]
-    ) -> None:
-        self._task, self._item, self._recipe, self._encoders = task, item, recipe, encoders
-        self._ranking: Any = None
-
-    def plan(self, engine: Engine, heads: Heads) -> TaskPlan[Any, Any]:
-        self.engine = copy.copy(engine)
-        if self._recipe != SERVED:
-            key = (engine.id, self._recipe)
-            if key not in self._encoders:
-                self._encoders[key] = RecipeEncoder(engine.encoder, self._recipe)
-            self.engine.encoder = self._encoders[key]
-        task = self._make(heads)
-        if self._task == "reranking":
-            name = heads[0] if heads else select_ranking_head(engine)
-            self._ranking = task = make_ranking(self.engine, name, task)
-            heads = (name,) if name else ()
-        plan: TaskPlan[Any, Any] = task.plan(self.engine, heads)
-        return plan
-
-    def _make(self, heads: Heads) -> Any:
-        recipe, (text, *more) = self._recipe, self._item
-        # Windows, of which the recipe's encoder makes only one, get all tokens of a text.
-        cut: Any = "window" if recipe.truncation == "left" else True
-        if self._task in ("entities", "answers", "reranking") and not recipe.max_length:
-            cut = "window"
-        match self._task:
-            case "embeddings":
-                prompt = recipe.prompt
-                if prompt is None:
-                    _, head = self.engine.select_head("embedding", heads)
-                    prompt = head.default_prompt_text
-                together = [prompt + text]
-                return Embedding(
-                    inputs=together, prompt="", normalize=recipe.normalize, truncate=cut
-                )
-            case "labels":
-                function: Any = recipe.activation
-                return Classification(inputs=[text], function_to_apply=function, truncate=cut)
-            case "entities":
-                strategy: Any = recipe.aggregation or "first"
-                return EntityRecognition(inputs=[text], aggregation_strategy=strategy, truncate=cut)
-            case "answers":
-                return QuestionAnswering(questions=[text], contexts=more, truncate=cut)
-            case "reranking":
-                raw = recipe.activation is not None
-                return Reranking(query=text, documents=more, raw_scores=raw, truncate=cut)
-            case "sparse":
-                return SparseEmbedding(inputs=[text], truncate=cut)
-
-    def read(self, reply: Reply[Any]) -> Any:
-        """Return the answer in a reply, as `Side.answer` does."""
-        if self._ranking is not None:
-            scores = self._ranking.scores(self.engine, reply)
-            if self._recipe.activation == "sigmoid":
-                scores = sigmoid(np.array(scores, np.float32)).tolist()
-            ranked = rank(scores)
-            return [LabelScore(str(one.position), one.score) for one in ranked]
-        return convert(reply.results[0], self._item[-1], self._recipe)
-
-
-def convert(answer: Any, text: str, recipe: Recipe) -> Any:
-    """Return an answer with the dimensions, labels and offsets of a recipe. text: that spans are of"""
     if recipe.dimensions is not None:
         vector = answer[: recipe.dimensions]
         length = float(np.linalg.norm(vector))
@@ -188,6 +135,9 @@ def convert(answer: Any, text: str, recipe: Recipe) -> Any:
     if recipe.offset_unit is not None:
         place = positions(text, recipe.offset_unit)
         return [one._replace(start=place[one.start], end=place[one.end]) for one in answer]
+    if task == "reranking" and recipe.activation == "sigmoid":
+        scores = sigmoid(np.array([one.score for one in answer], np.float32)).tolist()
+        return [one._replace(score=score) for one, score in zip(answer, scores, strict=True)]
     return answer
 
 

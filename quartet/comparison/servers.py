@@ -21,18 +21,30 @@ SHOWN = 200  # characters of a response in an error
 CONTAINERS = (
     *("results", "embeddings", "data", "embedding", "float", "outputs", "answers", "predictions"),
 )
-NATIVE = "embeddings=/embed labels=/classify entities=/ner answers=/qa reranking=/rerank sparse=/embed_sparse"
+NATIVE: Mapping[Task, str] = {
+    "embeddings": "/embed",
+    "labels": "/classify",
+    "entities": "/ner",
+    "answers": "/qa",
+    "reranking": "/rerank",
+    "sparse": "/embed-sparse",
+}
+VECTORS: Mapping[Task, str] = {
+    "embeddings": "/embeddings",
+    "labels": "/classify",
+    "reranking": "/rerank",
+}
 # The paths of each task by dialect: "plain" are functions behind FastAPI with the paths of the native API, and "hf"
 # pipelines of transformers. A path may contain {model}.
-PATHS: Mapping[str, str] = {
-    "quartet": NATIVE.replace("=", "=/native"),
-    "tei": "embeddings=/embed labels=/predict reranking=/rerank sparse=/embed_sparse",
-    "infinity": "embeddings=/embeddings labels=/classify reranking=/rerank",
-    "vllm": "embeddings=/v1/embeddings labels=/classify reranking=/rerank",
-    "openai": "embeddings=/v1/embeddings reranking=/v1/rerank",
-    "kserve": "embeddings=/v2/models/{model}/infer",
-    "cohere": "embeddings=/v2/embed reranking=/v2/rerank",
-    "hf": "embeddings= labels= entities= answers=",
+PATHS: Mapping[str, Mapping[Task, str]] = {
+    "quartet": {task: f"/native{path}" for task, path in NATIVE.items()},
+    "tei": {**VECTORS, "embeddings": "/embed", "labels": "/predict", "sparse": "/embed_sparse"},
+    "infinity": VECTORS,
+    "vllm": {**VECTORS, "embeddings": "/v1/embeddings"},
+    "openai": {"embeddings": "/v1/embeddings", "reranking": "/v1/rerank"},
+    "kserve": {"embeddings": "/v2/models/{model}/infer"},
+    "cohere": {"embeddings": "/v2/embed", "reranking": "/v2/rerank"},
+    "hf": dict.fromkeys(("embeddings", "labels", "entities", "answers"), ""),
     "plain": NATIVE,
 }
 # A path of GET, and a text that only this server's response contains; the other dialects are not found by asking.
@@ -95,8 +107,7 @@ class Server:
         self._idle: list[http.client.HTTPConnection] = []
         if not self.dialect:
             self.dialect = self._find_dialect()
-        parts_of = (own.partition("=") for own in PATHS[self.dialect].split())
-        self._paths: dict[Any, str] = {task: path for task, _, path in parts_of}
+        self._paths = PATHS[self.dialect]
         self.tasks: list[Task] = [*self._paths]
 
     async def answer(self, task: Task, item: Item) -> Any:

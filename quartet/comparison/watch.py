@@ -45,8 +45,8 @@ class Watch(Collector):
         self._share, self._most = share, most
         self._running = set[asyncio.Task[None]]()
         self._rows = deque[Row](maxlen=KEPT)
-        known = (one.partition("=") for paths in PATHS.values() for one in paths.split())
-        self._paths = {path.rpartition("/")[2] for own, _, path in known if own == task and path}
+        known = filter(None, (paths.get(task) for paths in PATHS.values()))
+        self._paths = {path.rpartition("/")[2] for path in known}
         self._registry = CollectorRegistry()
         text = "Copies of requests by the comparison of both answers."
         self._counts = Counter(
