@@ -13,6 +13,7 @@ from sentence_transformers import MultiVectorEncoder, SentenceTransformer, Spars
 
 from benchmarks.compat import pipelines
 from benchmarks.compat.pipelines import Names
+from quartet.comparison.servers import answers, entities
 from service.core.decode import AGGREGATION_STRATEGIES, AnswerSpan, EntitySpan, LabelScore
 
 # Path, columns of the body that have a value for each input, the other fields -> results.
@@ -218,15 +219,6 @@ def ner(ask: Ask, folder: Path, texts: Sequence[str], max_length: int) -> Iterat
             yield tally
 
 
-def entities(document: list[dict[str, Any]]) -> list[EntitySpan]:
-    return [
-        EntitySpan(
-            one.get("entity_group") or one["entity"], *(one[k] for k in EntitySpan._fields[1:])
-        )
-        for one in document
-    ]
-
-
 # -- answers --------------------------------------------------------------------------------------
 
 # Options in the pipeline's names. The longest answer is not among them, because it is a setting of the head.
@@ -260,7 +252,3 @@ def qa(
             peer = read(()) if peer_answers is None else peer_answers[which][number]
             tally.add(question, answers(result), peer, read, pipelines.OF_QA)
         yield tally
-
-
-def answers(document: list[dict[str, Any]]) -> list[AnswerSpan]:
-    return [AnswerSpan(*(one[name] for name in AnswerSpan._fields)) for one in document]
