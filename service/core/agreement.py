@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from service.core.goldens import cosine
 CLOSE = 0.99  # two vectors with at least this cosine count as the same result
 NEAR = 0.05  # two scores that differ by at most this count as the same result
 SIGNS = 16  # numbers of a sketch
-MOST_KNOWN = 4096  # numbers of a vector whose signs are kept
+MOST_KNOWN = 4096  # places whose signs are kept
 CLOSE_INTEGERS = 0.9  # the cosine of their packed bits that follows from it
 
 
@@ -101,34 +101,37 @@ def decisions(result: Any) -> Any:
     return result.shape if isinstance(result, np.ndarray) else essence(result)
 
 
-def sketch(results: Sequence[Any]) -> NDArray[np.float64]:
+def sketch(results: Sequence[Any]) -> NDArray[np.float32]:
     """Return sums of all numbers of results, `[16]`, each with another sign for each number, the same in all calls.
 
     The difference of two sketches, divided by 4, is about as long as that of the numbers (Johnson and Lindenstrauss).
+    The sign of a number is that of its place times that of its vector, so that all vectors share a table.
     """
-    sums = np.zeros(SIGNS)
-    for number, (places, values) in enumerate(part for one in results for part in _numbers(one)):
-        if places is None and len(values) <= MOST_KNOWN:
-            signs = _dense_signs(number, len(values))
-        else:
-            signs = _signs(number, np.arange(len(values)) if places is None else places)
-        sums += values.astype(np.float64) @ signs
+    sums = np.zeros(SIGNS, np.float32)
+    parts = [part for one in results for part in _numbers(one)]
+    for (places, values), sign in zip(parts, _first_signs(1, len(parts)), strict=True):
+        signs = _first_signs(0, len(values)) if places is None else _signs(0, places)
+        sums += sign * (values.astype(np.float32, copy=False) @ signs)
     return sums
 
 
-def _signs(number: int, places: NDArray[Any]) -> NDArray[np.float64]:
-    """Return 1 or -1 for numbers at these places of the result's part of this number, `[n, 16]`."""
-    mixed = places.astype(np.uint64) + np.uint64(number << 32)
+def _first_signs(salt: int, count: int) -> NDArray[np.float32]:
+    """Return the signs of the first numbers, `[count, 16]`."""
+    return _known_signs(salt)[:count] if count <= MOST_KNOWN else _signs(salt, np.arange(count))
+
+
+@cache
+def _known_signs(salt: int) -> NDArray[np.float32]:
+    return _signs(salt, np.arange(MOST_KNOWN))
+
+
+def _signs(salt: int, places: NDArray[Any]) -> NDArray[np.float32]:
+    """Return 1 or -1 for numbers at these places, `[n, 16]`. salt: selects one of several such functions"""
+    mixed = places.astype(np.uint64) + np.uint64(salt << 32)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)  # as splitmix64
     bits = (mixed[:, None] >> np.arange(SIGNS, dtype=np.uint64)) & np.uint64(1)
-    return np.asarray(2.0 * bits - 1.0, np.float64)
-
-
-@lru_cache(16)
-def _dense_signs(number: int, size: int) -> NDArray[np.float64]:
-    """Return the signs of a vector, which equal requests have in common."""
-    return _signs(number, np.arange(size))
+    return np.asarray(2.0 * bits - 1.0, np.float32)
 
 
 def _numbers(result: Any) -> Iterator[tuple[NDArray[Any] | None, NDArray[Any]]]:

@@ -6,11 +6,13 @@ import shutil
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quartet import replay
 from service.api import receipts
 from service.bulk.predictor import post
+from service.core.agreement import sketch
 from service.embedded import EmbeddedService
 from tests.head_bundles import save_head
 
@@ -107,6 +109,16 @@ def test_what_cannot_be_replayed(arguments, status, reason, tiny_bundle, monkeyp
     model = [] if "--model" in made else ["--model", tiny_bundle]
     assert status == (found := run(monkeypatch, capsys, *made, *model))[0]
     assert reason in found[1]
+
+
+def test_sketches_are_as_far_apart_as_the_numbers():
+    """Of vectors of several sizes, also of the same vectors in another order."""
+    random = np.random.default_rng(0)
+    ones = [random.normal(size=size).astype(np.float32) for size in (384, 384, 5000)]
+    others = [one + random.normal(scale=1e-3, size=len(one)).astype(np.float32) for one in ones]
+    apart = np.linalg.norm(sketch(ones) - sketch(others)) / 4
+    assert 0.5 < apart / np.linalg.norm(np.concatenate(ones) - np.concatenate(others)) < 2
+    assert np.linalg.norm(sketch(ones) - sketch([ones[1], ones[0], ones[2]])) > 1
 
 
 def test_a_receipt_fits_a_header():
