@@ -17,6 +17,7 @@ from quartet.comparison import figures, report, servers
 from quartet.comparison.bundle_side import BundleSide
 from quartet.comparison.causes import explain
 from quartet.comparison.recipes import Recipe, positions
+from service.core.agreement import distance
 from service.core.decode import EntitySpan, LabelScore, SparseVector
 from service.embedded import EmbeddedService
 from tests import samples
@@ -292,6 +293,28 @@ def test_answers_of_a_checkpoint_are_equal(monkeypatch, tmp_path):
     rows = [{"question": "Who went?", "context": text} for text in (*NAMED[:2], *TEXTS, *LONG)]
     status, report = run(monkeypatch, tmp_path, tmp_path / "bundle", tmp_path / "qa", texts=rows)
     assert (0, 17, {}) == (status, report["figures"]["texts"], report["explanations"])
+
+
+@pytest.mark.slow
+async def test_sparse_vectors_of_a_checkpoint_in_bf16(tmp_path):
+    """They are read, although numpy has no bf16, and differ from those at fp32 by rounding."""
+    pytest.importorskip("sentence_transformers")
+    import torch
+    import transformers
+
+    from quartet.comparison.reference import Reference
+    from tests import hub
+
+    kind = transformers.AutoModelForMaskedLM
+    folder = hub.save("bert", tmp_path / "fp32", kind, positions=128)
+    rounded = Path(shutil.copytree(folder, tmp_path / "bf16"))
+    kind.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(rounded)
+    one, other = map(Reference, (str(folder), str(rounded)))
+    for text in TEXTS[:4]:
+        found = await other.answer("sparse", (text,))
+        assert np.float32 == found.values.dtype
+        apart = distance(await one.answer("sparse", (text,)), found)
+        assert figures.EQUAL < apart < figures.ROUNDING["bf16"]
 
 
 @pytest.mark.slow
