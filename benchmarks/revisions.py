@@ -57,7 +57,7 @@ def main() -> None:
             fast, slow = found["p50_spread"]
             print(
                 f"{precision} {load:>3} connections: throughput {rate:.3f} ({low:.2f}-{high:.2f}),"
-                f" p50 {p50:.3f} ({fast:.2f}-{slow:.2f})"
+                f" p50 {p50:.3f} ({fast:.2f}-{slow:.2f}), processor time {found['cpu_ratio']:.3f}"
             )
     line = json.dumps({"run": run, "machine": machine.describe(), "results": results})
     print(line)

@@ -224,15 +224,16 @@ def wait_until_idle(running: Running) -> None:
 
 
 def summary(windows: Sequence[Window], base: Sequence[Window]) -> dict[str, Any]:
-    """Return medians over the rounds, and the ratios of throughput and p50 to the first server's in the same round."""
+    """Return medians over the rounds, and the ratios of throughput, p50 and processor time to the first server's."""
     figures = {
         name: float(np.median([getattr(one, name) for one in windows]))
         for name in ("rate", "p50_ms", "p99_ms", "cpu_ms", "generator")
     }
     ratios = [one.rate / other.rate for one, other in zip(windows, base, strict=False)]
     slower = [one.p50_ms / other.p50_ms for one, other in zip(windows, base, strict=False)]
+    dearer = [one.cpu_ms / other.cpu_ms for one, other in zip(windows, base, strict=False)]
     spread = [min(ratios, default=np.nan), max(ratios, default=np.nan)]
-    medians = {"ratio": ratios, "p50_ratio": slower}
+    medians = {"ratio": ratios, "p50_ratio": slower, "cpu_ratio": dearer}
     return {
         **figures,
         **{name: float(np.median(each or [np.nan])) for name, each in medians.items()},
