@@ -26,7 +26,7 @@ CLIENTS = 6
 SHARE = 0.05  # of one core, for all attacks together
 HALF = 0.5  # of what the clients get when they wait for nothing
 LONG_S = 600.0  # from here on, five rounds; the promised ratio holds for these
-SLOWER, SLOWER_IN_SHORT = 1.2, 2.0  # p99 next to attacks, in multiples of the control's
+SLOWER, SLOWER_IN_SHORT = 1.2, 1.5  # p99 next to attacks, in multiples of the control's
 GROWTH_MB = 256.0  # what the service may take in addition while it is attacked
 FILES = 4096
 
