@@ -6,7 +6,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,15 +28,18 @@ from service.processes.single_process import open_local_engines
 from service.server.server import Server
 from service.settings import Settings
 from service.tasks import sparse_embedding
-from service.tasks.zero_shot import TEMPLATE
+from service.tasks.classification import Classification
+from service.tasks.mask_filling import MaskFilling
+from service.tasks.zero_shot import TEMPLATE, ZeroShot
 from tests.conftest import run_export
 from tests.parity import gliner_checkpoints
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 TEXT, MASKED, IDS = "the ferry", "the ferry [MASK]", [5, 6]
-LONG = "the ferry to the harbour was late. " * 150  # more than the event loop may tokenize
+LONG = "The ferry to the harbour was late. " * 150  # more than the event loop may tokenize
 MANY = [7] * 5000
+ITEMS, MOST = 5, 90  # of a grown list, and a grown number of results
 THREATS = Path(__file__).parents[3] / "docs" / "explanation" / "threat_model.md"
 LABELLED = "spans-modernbert"  # a checkpoint whose head takes labels from the request
 INFER = "/v2/models/{model}/infer"
@@ -152,18 +155,33 @@ CALLS_WITHOUT_TASK = {
 }
 
 
-def lengthened(body: Any) -> Iterator[Any]:
-    """Yield a body with each of its texts, or lists of ids, made long in turn."""
+def grown(body: Any) -> Iterator[Any]:
+    """Yield a body with each of its texts, lists and numbers of results made large in turn."""
     if body == IDS:
         yield MANY
     elif isinstance(body, str) and TEXT in body:
         yield body.replace(TEXT, LONG)
-    elif isinstance(body, list | dict):
-        for key, value in enumerate(body) if isinstance(body, list) else body.items():
-            for longer in lengthened(value):
-                changed = body.copy()
-                changed[key] = longer
-                yield changed
+    elif type(body) is int and 1 < body < MOST:
+        yield MOST
+    elif isinstance(body, dict) and body.get("datatype") == "BYTES":
+        (text,) = body["data"]
+        yield from ({**body, "data": [longer]} for longer in grown(text))
+    elif isinstance(body, dict):
+        for key, value in body.items():
+            yield from ({**body, key: larger} for larger in grown(value))
+    elif isinstance(body, list):
+        if 0 < len(body) < ITEMS:
+            yield body * ITEMS
+        for index, value in enumerate(body):
+            if value not in body[:index] and not isinstance(value, int):
+                yield from ([*body[:index], larger, *body[index + 1 :]] for larger in grown(value))
+
+
+def products(body: Any) -> list[Any]:
+    """Return a body, and the body with each field, and each pair of fields, made large."""
+    once = [*grown(body)]
+    every = [body, *once, *(twice for one in once for twice in grown(one))]
+    return [*{json.dumps(one): one for one in every}.values()]
 
 
 class Counting:
@@ -290,18 +308,47 @@ async def test_every_door_is_in_the_threat_model(service):
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_costs_are_declared(path, service, spied):
-    """Each text of a request counts, and a long one is not tokenized in the event loop.
+    await check_costs(path, service, spied)
+
+
+async def check_costs(path: str, service: Service, spied: Spied) -> None:
+    """Check that each text of a request counts, and that a long one is not tokenized in the event loop.
 
     An answer is at most as large as the engine expects, with the texts of the request that it repeats, and its frame.
+    This holds when any two fields are large together, so the declared cost grows with their product.
     """
     for body in BODIES[path]:
-        for asked in [body, *lengthened(body)]:
+        for asked in products(body):
             spied.clear()
             reply = await service[1].post(url(path), json=asked)
             spied.check(asked)
             if reply.status_code == 200 and spied.answers:
                 frame = len(json.dumps(asked)) + 1024
                 assert len(reply.content) <= sum(spied.answers) + frame, asked
+
+
+@pytest.mark.parametrize(
+    ("task", "path", "forgotten"),
+    [
+        (ZeroShot, "/zero-shot", {"shared": None}),
+        (Classification, "/classify", {"sizes": [0]}),
+        (MaskFilling, "/fill-mask", {"answer_bytes": lambda *_: 0}),
+        (MaskFilling, "/fill-mask", {"answer_bytes": lambda *_: 10 * len(LONG)}),  # top_k of LONG
+    ],
+)
+async def test_a_task_without_its_costs_fails(task, path, forgotten, service, spied, monkeypatch):
+    """The check above fails for a task that does not count its texts, its answer, or the product of two fields."""
+    plan = task.plan
+
+    def plan_less(self, engine, heads):
+        whole = plan(self, engine, heads)
+        if whole.shared and "shared" in forgotten:
+            whole.shared.add(slice(None))
+        return replace(whole, **forgotten)
+
+    monkeypatch.setattr(task, "plan", plan_less)
+    with pytest.raises(AssertionError):
+        await check_costs(path, service, spied)
 
 
 @pytest.mark.slow
@@ -314,7 +361,7 @@ async def test_labels_are_declared(tmp_path, monkeypatch):
     body = {"inputs": [TEXT, TEXT], "labels": [TEXT, "sea"], "threshold": 0, "nested": True}
     async with serving(tmp_path / "bundle") as opened:
         spied = spy(opened, monkeypatch)
-        for asked in [body, *lengthened(body)]:
+        for asked in products(body):
             spied.clear()
             reply = await opened[1].post("/ner", json=asked)
             assert reply.status_code == (200 if LONG not in asked["labels"] else 422), reply.text
@@ -518,7 +565,7 @@ async def test_costs_of_calls_are_declared(service, spied):
     """Over gRPC, texts count and answers have a size as over HTTP."""
     async with channel_to(service[0]) as channel:
         for body in BODIES[INFER]:
-            for asked in [body, *lengthened(body)]:
+            for asked in [body, *grown(body)]:
                 spied.clear()
                 reply = await infer(channel, asked)
                 spied.check(asked)
