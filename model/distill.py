@@ -20,6 +20,7 @@ from model import config, finetune, pretrain
 from model.checkpoints import reader, source
 from model.data import corpus, examples
 from model.data.corpus import Corpus
+from model.data.losses import Batch
 from model.data.pretraining_batches import Sampler, Specials
 from model.families.registry import FAMILIES, family_of
 from model.heads import EncoderWithHeads
@@ -202,7 +203,7 @@ class PlainTexts:
             return self.corpus.num_sentences
         return math.ceil(len(self.corpus.ids) / self.specials.room(self.length))
 
-    def batch(self, seed: tuple[int, ...], step: int) -> examples.Batch:
+    def batch(self, seed: tuple[int, ...], step: int) -> Batch:
         """Return the batch of a step, a pure function of seed and step: the same sentences for any tokenizer."""
         if self.unit == "passages":
             return self._passages(seed, step)
@@ -210,14 +211,14 @@ class PlainTexts:
             room = self.specials.room(self.length)
             drawn = examples.draw(self.size, self.batch_size, seed, step)
             texts = (self.corpus.tokens(i, i + 1)[:room] for i in drawn)
-            return examples.Batch([Window(*self.specials.around(text)) for text in texts], [])
+            return Batch([Window(*self.specials.around(text)) for text in texts], [])
         number = int(np.random.SeedSequence(seed).generate_state(1)[0])
         size, length = self.batch_size, self.length
         blocks = self.sampler.samples(seed=number, step=step, size=size, length=length, rate=0.0)
         rows = zip(blocks.original_ids.numpy(), blocks.token_type_ids.numpy(), strict=True)
-        return examples.Batch([Window(ids, types) for ids, types in rows], [])
+        return Batch([Window(ids, types) for ids, types in rows], [])
 
-    def _passages(self, seed: tuple[int, ...], step: int) -> examples.Batch:
+    def _passages(self, seed: tuple[int, ...], step: int) -> Batch:
         """Draw passages of similar length, so that little of a batch is padding.
 
         The logarithm of a step's longest length is uniform from SHORTEST_PASSAGE to `length`. A passage has as many
@@ -237,7 +238,7 @@ class PlainTexts:
             limit = starts[first] + room
             fitting = int(np.searchsorted(starts[first : end + 1], limit, side="right"))
             texts.append(self.corpus.tokens(first, first + max(1, fitting - 1))[:room])
-        return examples.Batch([Window(*self.specials.around(text)) for text in texts], [])
+        return Batch([Window(*self.specials.around(text)) for text in texts], [])
 
 
 def text_task(

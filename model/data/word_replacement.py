@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model.data.examples import Batch
+from model.data.losses import Batch
 from service.core.encode import Encoding
 from service.core.packing import Ints
 

@@ -23,7 +23,7 @@ from model.checkpoints.errors import CheckpointError
 from model.checkpoints.source import read_source
 from model.checkpoints.source_files import read_tokenizer
 from model.data import examples, head_rows
-from model.data.examples import Batch, Loss
+from model.data.losses import Batch, Loss, among_candidates, tagged, uniform_loss
 from model.data.word_replacement import Replacement, find_neighbors
 from model.heads import IGNORE_INDEX, EncoderWithHeads, make_head
 from model.training.capture import capture
@@ -344,20 +344,20 @@ def logits_loss(
             head.problem_type == "multi_label_classification" or logits.shape[1] == 1
         ):
             binary = [torch.stack([x, torch.zeros_like(x)], dim=-1) for x in (logits, targets)]
-            return Loss(divergence(*binary, temperature).mean(), examples.uniform_loss(2))
+            return Loss(divergence(*binary, temperature).mean(), uniform_loss(2))
         case "classification":
-            uniform = examples.uniform_loss(logits.shape[1])
+            uniform = uniform_loss(logits.shape[1])
             return Loss(divergence(logits, targets, temperature).mean(), uniform)
         case "ner":
-            labeled = examples.tagged(batch, logits) != IGNORE_INDEX  # [T]
+            labeled = tagged(batch, logits) != IGNORE_INDEX  # [T]
             each = divergence(logits[labeled], targets[labeled], temperature)
-            return Loss(each.mean(), examples.uniform_loss(logits.shape[1]))
+            return Loss(each.mean(), uniform_loss(logits.shape[1]))
         case "qa":
-            slots, choices = examples.among_candidates(logits, batch)
-            targets, _ = examples.among_candidates(targets, batch)
+            slots, choices = among_candidates(logits, batch)
+            targets, _ = among_candidates(targets, batch)
             return Loss(
                 divergence(slots, targets, temperature, dim=1).mean(),
-                examples.uniform_loss(choices),
+                uniform_loss(choices),
             )
     raise AssertionError(f"{head.task} has no logits; this is a bug")
 

@@ -11,8 +11,8 @@ from sentence_transformers.sentence_transformer import losses
 from sentence_transformers.sentence_transformer.losses import TripletDistanceMetric
 from torch import Tensor
 
-from model.data import examples
-from model.data.examples import Batch, Loss
+from model.data import losses as model_losses
+from model.data.losses import Batch, Loss
 
 SIZE = 6
 TOLERANCE = {"rtol": 0.0, "atol": 1e-6}
@@ -39,11 +39,11 @@ def by_rows(columns: list[Tensor]) -> Tensor:
 
 
 def ranking(**options: Any) -> Ours:
-    return lambda v, batch: examples.ranking_loss(v, batch, **options)
+    return lambda v, batch: model_losses.ranking_loss(v, batch, **options)
 
 
 def triplet(distance: str, margin: float, normalize: bool = False) -> Ours:
-    return lambda v, batch: examples.triplet_loss(v, batch, distance, margin, normalize)
+    return lambda v, batch: model_losses.triplet_loss(v, batch, distance, margin, normalize)
 
 
 BOTH = {"directions": ("query_to_doc", "doc_to_query"), "partition_mode": "per_direction"}
@@ -68,15 +68,15 @@ CASES: dict[str, tuple[int, Ours, Any]] = {
         triplet("cosine", 0.2),
         losses.TripletLoss(None, **COSINE, triplet_margin=0.2),
     ),
-    "cosent": (2, examples.cosent_loss, losses.CoSENTLoss(None)),
-    "cosine": (2, examples.cosine_loss, losses.CosineSimilarityLoss(None)),
+    "cosent": (2, model_losses.cosent_loss, losses.CoSENTLoss(None)),
+    "cosine": (2, model_losses.cosine_loss, losses.CosineSimilarityLoss(None)),
 }
 
 
 @pytest.mark.parametrize(("columns", "ours", "peer"), CASES.values(), ids=CASES)
 def test_losses_of_embeddings(columns, ours, peer):
     """Value and gradient, to 1e-6."""
-    scored = ours in examples.SCORED.values()
+    scored = ours in model_losses.SCORED.values()
     labels = [*SCORES] if scored else texts(columns)
     own = vectors(columns).requires_grad_()
     value, _ = ours(by_rows([*own.split(SIZE)]), Batch([], labels))
@@ -127,7 +127,7 @@ def test_losses_of_graded_pairs(problem_type, peer):
     """A single label by cross-entropy, a regression by squared error."""
     own = vectors(1)[:, :1].float().requires_grad_()
     labels = [np.float32([score]) for score in SCORES]
-    value, _ = examples.text_loss(own, Batch([], labels), problem_type)
+    value, _ = model_losses.text_loss(own, Batch([], labels), problem_type)
     theirs = vectors(1)[:, :1].float().requires_grad_()
     pairs = [["a"] * SIZE, ["b"] * SIZE]
     expected = peer(Logits(theirs))(pairs, torch.as_tensor(SCORES))

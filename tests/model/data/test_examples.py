@@ -15,10 +15,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from model import evaluate, tokenizer
-from model.data import examples, head_rows
-from model.data.examples import Batch, Example, ExampleStream
+from model.data import examples, head_rows, losses
+from model.data.examples import Example, ExampleStream
 from model.data.head_rows import HeadSettings
 from model.data.labelled_rows import DataError, QuestionRow, Sentence, Similar, Text
+from model.data.losses import Batch
 from model.families.registry import FAMILIES
 from model.heads import IGNORE_INDEX
 from service.core.encode import Encoder, Encoding
@@ -475,7 +476,7 @@ def groups(*sizes: int, negatives: Sequence[int] = ()) -> ExampleStream:
     for number, (size, more) in enumerate(zip_longest(sizes, negatives, fillvalue=0)):
         texts = [next(lengths) for _ in range(size + more)]
         found.append(Example(tuple(map(window, texts)), np.asarray([number, *texts]), more))
-    return ExampleStream("s", "s", found, 4, 1.0, examples.ranking_loss)
+    return ExampleStream("s", "s", found, 4, 1.0, losses.ranking_loss)
 
 
 def test_pairs_are_drawn_from_groups():
@@ -576,17 +577,15 @@ def test_every_loss_starts_at_its_chance():
         encoding.sequence[:] = 1
     floats = np.float32([0, 1, 0])
     cases = [
-        examples.text_loss(torch.zeros(2, 3), labelled(0, 2), None),
-        examples.text_loss(
-            torch.zeros(2, 3), labelled(floats, floats), "multi_label_classification"
-        ),
-        examples.token_loss(torch.zeros(5, 9), labelled([1, IGNORE_INDEX], [2, 3, 8])),
-        examples.span_loss(torch.zeros(12, 2), spans),
-        examples.text_loss(torch.zeros(2, 1), labelled([0.0], [1.0]), None),
-        examples.ranking_loss(torch.ones(8, 4), pairs(4)),
-        examples.ranking_loss(torch.ones(11, 4), pairs(4, [3]), symmetric=False),
-        examples.triplet_loss(torch.ones(11, 4), pairs(4, [2, 1]), "cosine", None, True),
-        examples.cosent_loss(torch.ones(6, 4), labelled(*np.float32([0.1, 0.5, 0.9]))),
+        losses.text_loss(torch.zeros(2, 3), labelled(0, 2), None),
+        losses.text_loss(torch.zeros(2, 3), labelled(floats, floats), "multi_label_classification"),
+        losses.token_loss(torch.zeros(5, 9), labelled([1, IGNORE_INDEX], [2, 3, 8])),
+        losses.span_loss(torch.zeros(12, 2), spans),
+        losses.text_loss(torch.zeros(2, 1), labelled([0.0], [1.0]), None),
+        losses.ranking_loss(torch.ones(8, 4), pairs(4)),
+        losses.ranking_loss(torch.ones(11, 4), pairs(4, [3]), symmetric=False),
+        losses.triplet_loss(torch.ones(11, 4), pairs(4, [2, 1]), "cosine", None, True),
+        losses.cosent_loss(torch.ones(6, 4), labelled(*np.float32([0.1, 0.5, 0.9]))),
     ]
     for value, chance in cases:
         assert value.item() == pytest.approx(chance, abs=1e-6)
@@ -601,11 +600,11 @@ def test_spans_compete_within_their_own_sequence(encoder):
     parts = logits.split([len(window) for window in windows])
     expected = []
     for part, encoding, label in zip(parts, windows, labels, strict=True):
-        may = np.flatnonzero(examples.candidates(encoding))
+        may = np.flatnonzero(losses.candidates(encoding))
         for side in (0, 1):
             target = int(np.flatnonzero(may == label[side])[0])
             expected.append(-torch.log_softmax(part[may, side], dim=0)[target])
-    found = examples.span_loss(logits, Batch(windows, labels)).value
+    found = losses.span_loss(logits, Batch(windows, labels)).value
     torch.testing.assert_close(found, torch.stack(expected).mean())
 
 
@@ -613,7 +612,7 @@ def test_a_gradient_through_spans_is_finite(encoder):
     """Tokens that cannot be answers are ruled out, not divided by."""
     windows = [e.windows[0] for e in encoder.questions(["Who?", "Who?"], ["Ada", "Ada drew"])]
     logits = torch.zeros(sum(map(len, windows)), 2, requires_grad=True)
-    examples.span_loss(logits, Batch(windows, [np.array([0, 0])] * 2)).value.backward()
+    losses.span_loss(logits, Batch(windows, [np.array([0, 0])] * 2)).value.backward()
     assert logits.grad is not None
     assert torch.isfinite(logits.grad).all()
 
@@ -643,15 +642,15 @@ def test_what_is_right_is_no_negative(labels, right, symmetric):
         cosines[place] = -math.inf
     sides = [cosines, cosines[:, :size].T][: 1 + symmetric]
     expected = [-torch.log_softmax(20 * side, dim=1).diagonal().mean() for side in sides]
-    found = examples.ranking_loss(vectors, labelled(*labels), symmetric=symmetric).value
+    found = losses.ranking_loss(vectors, labelled(*labels), symmetric=symmetric).value
     torch.testing.assert_close(found, torch.stack(expected).mean())
 
 
-@pytest.mark.parametrize("distance", examples.TRIPLET_DISTANCES)
+@pytest.mark.parametrize("distance", losses.TRIPLET_DISTANCES)
 def test_a_gradient_through_equal_texts_is_finite(distance):
     """An anchor may be its own positive, at a distance of nothing."""
     vectors = random_vectors(2).repeat(3, 1)[:5].requires_grad_()
-    found = examples.triplet_loss(vectors, pairs(2, [1]), distance, None, normalize=False)
+    found = losses.triplet_loss(vectors, pairs(2, [1]), distance, None, normalize=False)
     found.value.backward()
     assert vectors.grad is not None
     assert torch.isfinite(vectors.grad).all()
@@ -726,7 +725,7 @@ def test_cosent_orders_pairs():
         for high in range(4)
         if scores[low] < scores[high]
     )
-    found = examples.cosent_loss(vectors, labelled(*np.float32(scores))).value
+    found = losses.cosent_loss(vectors, labelled(*np.float32(scores))).value
     assert found.item() == pytest.approx(math.log(1 + total), rel=1e-5)
 
 
@@ -735,10 +734,10 @@ def test_sparse_loss_reads_weights():
     logits, scores = random_vectors(8), [0.2, 0.9, 0.2, 0.5]
     weights = torch.log1p(logits.clamp(min=0))
     batch = labelled(*np.float32(scores))
-    expected = examples.cosine_loss(weights, batch).value
-    found = examples.sparse_loss(logits, batch, examples.cosine_loss).value
+    expected = losses.cosine_loss(weights, batch).value
+    found = losses.sparse_loss(logits, batch, losses.cosine_loss).value
     assert found.item() == pytest.approx(float(expected), rel=1e-5)
-    flops = examples.FlopsRegularizer(0.5, 0.0).loss(logits).value
+    flops = losses.FlopsRegularizer(0.5, 0.0).loss(logits).value
     squares = sum(float(column.mean()) ** 2 for column in weights.T)
     assert flops.item() == pytest.approx(squares, rel=1e-5)
 
@@ -755,7 +754,7 @@ def test_sparse_loss_reads_weights():
 )
 def test_flops_regularizer_rises(ramp, progress, expected):
     """Its weight rises by the square of the progress, and is constant after the ramp."""
-    assert 2.0 * expected == examples.FlopsRegularizer(2.0, ramp).weight_at(progress)
+    assert 2.0 * expected == losses.FlopsRegularizer(2.0, ramp).weight_at(progress)
 
 
 @pytest.mark.parametrize("ramp", [-0.1, 1.1])
@@ -781,7 +780,7 @@ def test_a_sparse_head_knows_the_vocabulary():
 def test_pairs_of_one_score_have_nothing_to_learn():
     """CoSENT has no order to go by, and its gradient is zero rather than undefined."""
     vectors = random_vectors(4).requires_grad_()
-    loss, chance = examples.cosent_loss(vectors, labelled(*np.float32([0.5, 0.5])))
+    loss, chance = losses.cosent_loss(vectors, labelled(*np.float32([0.5, 0.5])))
     (loss / chance).backward()
     assert loss.item() == 0
     assert vectors.grad is not None

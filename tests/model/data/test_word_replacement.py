@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from model.data import examples
-from model.data.examples import Batch
 from model.data.head_rows import HeadSettings
+from model.data.losses import Batch
 from model.data.word_replacement import Replacement, find_neighbors
 from model.training import distillation
 from service.core.encode import Encoder, load_tokenizer

@@ -19,7 +19,7 @@ from model.checkpoints import writer
 from model.checkpoints.errors import CheckpointError
 from model.data import examples as tasks
 from model.data import head_rows
-from model.data.examples import Batch
+from model.data.losses import Batch, candidates
 from model.families.registry import FAMILIES
 from model.heads import IGNORE_INDEX, EncoderWithHeads, Pretraining
 from model.training import distillation
@@ -116,7 +116,7 @@ class TestAnswers:
         found = distillation.logits_loss(SPANS, ours, theirs, Batch(windows, []), temperature)
         each = []
         for window, a, b in zip(windows, ours.split(lengths), theirs.split(lengths), strict=True):
-            may = torch.as_tensor(tasks.candidates(window))
+            may = torch.as_tensor(candidates(window))
             each += [kl(a[may, side], b[may, side], temperature) for side in (0, 1)]
         torch.testing.assert_close(found.value, torch.stack(each).mean(), **CLOSE)
         found.value.backward()
