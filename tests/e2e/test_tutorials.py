@@ -22,8 +22,8 @@ from tests.e2e.test_proxies import free_port, program
 FIRST_MODEL = [*examples(ROOT / "docs" / "tutorials" / "first_model.md")]
 SECTIONS = list(dict.fromkeys(example.section for example in FIRST_MODEL))
 READY_S = 120
-# The tests run in an environment that is installed already: make must not install it again.
-MAKE = 'make() { command make --old-file=.venv/.serve --old-file=.venv/.test "$@"; }\n'
+# The environment of the tests has Quartet's packages, but not Quartet itself.
+QUARTET = 'quartet() { .venv/bin/python -m quartet "$@"; }\n'
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -54,10 +54,10 @@ class Reader:
             with contextlib.redirect_stdout(io.StringIO()) as output:
                 exec(compile(command, "tutorial", "exec"), self.names)
             return output.getvalue()
-        script = ["bash", "-euo", "pipefail", "-c", MAKE + command]
-        if "make serve" in command:
+        script = ["bash", "-euo", "pipefail", "-c", QUARTET + command]
+        if "quartet serve" in command:
             self.stop()
-            environment = {**os.environ, "PORT": self.ports["8000"]}
+            environment = {**os.environ, "QUARTET_PORT": self.ports["8000"]}
             self.service = subprocess.Popen(
                 script, cwd=self.clone, env=environment, start_new_session=True
             )
