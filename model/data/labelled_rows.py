@@ -322,7 +322,7 @@ def _question(where: str, row: dict[str, Any]) -> QuestionRow:
         raise DataError(f"{where}: answers must be JSON objects with text and answer_start")
     if _is_impossible(where, row.get("is_impossible")):
         answers = []
-    found = tuple(_answer(where, answer) for answer in answers if answer.get("text") != "")
+    found = tuple(_answer(where, answer) for answer in answers if str(answer.get("text")).strip())
     return QuestionRow(where, question, context, found)
 
 
@@ -335,7 +335,10 @@ def _is_impossible(where: str, value: Any) -> bool:
 
 
 def _answer(where: str, answer: dict[str, Any]) -> tuple[str, int]:
-    return _get(where, answer, "text"), _get(where, answer, "answer_start", kind=int)
+    text, start = _get(where, answer, "text"), _get(where, answer, "answer_start", kind=int)
+    if start < 0:
+        raise DataError(f"{where}: the answer {text!r} may not start at {start}")
+    return text, start
 
 
 def _range(source: str, records: Iterable[tuple[str, dict[str, Any]]]) -> tuple[float, float]:

@@ -1,7 +1,8 @@
 """Entities as spans of a text, as annotation tools, spaCy and the service's `/ner` write them, to words and BIO tags.
 
 An entity is `[start, end, label]`, or an object with `start` and `end` (or `start_offset` and `end_offset`) and
-`label`, `labels` or `entity_group`. Offsets count code points, and `end` is exclusive.
+`label`, `labels` or `entity_group`. Offsets count code points, and `end` is exclusive. If the object also has the
+characters of the entity, as `text` or `word`, the offsets must agree with them.
 """
 
 import re
@@ -61,17 +62,30 @@ def read(where: str, text: str, entities: list[Any]) -> list[Span]:
 
 
 def _span(where: str, text: str, entity: Any) -> Span:
+    named = ""
     if isinstance(entity, dict):
+        named = str(entity.get("text", entity.get("word")) or "")
         labels = entity.get("labels") or [entity.get("label", entity.get("entity_group"))]
         start, end = (entity.get(name, entity.get(f"{name}_offset")) for name in ("start", "end"))
         entity = [start, end, labels[0]]
     match entity:
         case [int(start), int(end), str(label)] if 0 <= start < end <= len(text) and label:
-            if text[start:end].strip():
+            found = text[start:end]
+            if named and _letters(named) != _letters(found):
+                raise DataError(
+                    f"{where}: the entity {named!r} is not at {start}-{end}, where {found!r} is: offsets count code"
+                    " points, and the end is exclusive"
+                )
+            if found.strip():
                 return Span(start, end, label)
     raise DataError(
         f"{where}: an entity may not be {entity!r}: start, end and label, within the {len(text)} characters of the text"
     )
+
+
+def _letters(text: str) -> str:
+    """Return what a tokenizer keeps of a text: letters and digits, without case and accents."""
+    return "".join(filter(str.isalnum, unicodedata.normalize("NFKD", text).casefold()))
 
 
 def to_words(text: str, spans: list[Span]) -> tuple[list[str], list[str]]:

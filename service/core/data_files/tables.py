@@ -48,7 +48,7 @@ def read_table(
 
 
 def _checked(path: Path, names: Sequence[str], rows: Iterator[Row]) -> Iterator[Row]:
-    count = len(names)
+    count, header = len(names), _bare(names)
     for line, cells in rows:
         is_blank = not any(map(str.strip, cells))
         if is_blank and len(cells) < 2 <= count:
@@ -56,10 +56,15 @@ def _checked(path: Path, names: Sequence[str], rows: Iterator[Row]) -> Iterator[
         if not is_blank and (any(cells[count:]) or len(cells) < count):
             counts = f"{len(cells)} columns, and the first line names {count}"
             raise DataError(f"{path}:{line}: {counts}")
-        if count > 1 and [cell.strip("\ufeff") for cell in cells] == names:
+        if count > 1 and _bare(cells) == header:
             repeats = "repeats the first line, which names the columns, as joined files do"
             raise DataError(f"{path}:{line}: {repeats}: remove it")
         yield line, [*cells, *[""] * count][:count]
+
+
+def _bare(cells: Sequence[str]) -> list[str]:
+    """Return the cells in any order, without upper case, blanks around them and a byte order mark."""
+    return sorted(cell.strip("\ufeff \t").casefold() for cell in cells)
 
 
 def _rows(

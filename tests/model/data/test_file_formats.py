@@ -345,7 +345,10 @@ SPANS = [
     },
     {
         "text": "Ada, née\tByron!",
-        "result": [{"entity_group": "PER", "start": s, "end": e} for s, e in ((0, 3), (9, 14))],
+        "result": [
+            {"entity_group": "PER", "start": s, "end": e, "word": w}
+            for s, e, w in ((0, 3, "ada"), (9, 14, "by ##ron"))
+        ],
     },
 ]
 
@@ -380,6 +383,10 @@ def test_spans_that_cut_words(tmp_path, caplog):
         ([[2, 2, "X"]], "an entity may not be"),
         ([[3, 4, "X"]], "an entity may not be"),
         ([{"start": 0, "end": 3}], r"an entity may not be \[0, 3, None\]"),
+        (
+            [{"start": 1, "end": 3, "label": "X", "text": "Ada"}],
+            "the entity 'Ada' is not at 1-3, where 'da' is: offsets count code points",
+        ),
         ([[0, 3, "X"], [2, 5, "Y"]], r"the entities 'Ada' \(0-3\) and 'a s' \(2-5\) overlap"),
     ],
 )
@@ -508,6 +515,7 @@ def test_results_of_another_kind(tmp_path):
         ("a.csv", b"text,label\na,x,y\n", "a.csv:2: 3 columns, and the first line names 2"),
         ("a.csv", b"text,label\na\n", "a.csv:2: 1 columns, and the first line names 2"),
         ("a.csv", b"text,label\na,x\n\xef\xbb\xbftext,label\n", "a.csv:3: repeats the first line"),
+        ("a.csv", b"text,label\na,x\nLabel, TEXT\n", "a.csv:3: repeats the first line"),
         ("a.csv", b'text,label\n"a,x\nb,y\n', "a.csv:2: a quotation mark opens a cell and none"),
         ("a.csv", b'text,label\nb,y\n"a"b,x\n', "a.csv:3: ',' expected after '\"': quotation"),
         ("a.csv", b"text,label\na,x\nb,\n", "a.csv:3: no label"),
@@ -578,9 +586,12 @@ def test_a_question_that_is_impossible(tmp_path, flag):
 
 
 def test_an_empty_answer(tmp_path):
-    """An answer without characters is no answer, in a list as in a cell."""
-    row = {"question": "q?", "context": "a", "answers": {"text": [""], "answer_start": [0]}}
+    """An answer without characters is no answer, in a list as in a cell; an answer has a start within the context."""
+    row = {"question": "q?", "context": "a", "answers": {"text": ["", " "], "answer_start": [0, 0]}}
     assert read(tmp_path / "a.jsonl", json.dumps(row), "qa")[0].answers == ()
+    row["answers"] = {"text": ["a"], "answer_start": [-1]}
+    with pytest.raises(DataError, match="the answer 'a' may not start at -1"):
+        read(tmp_path / "b.jsonl", json.dumps(row), "qa")
 
 
 # -- the tables of the documentation --------------------------------------------------------------
