@@ -90,8 +90,9 @@ def _label_places(rows: Sequence[Any]) -> Mapping[str, list[str]]:
 
 
 def _bare(label: str) -> str:
-    """Return a label without what is easily overlooked: case, blanks, invisible characters, a fraction of 0."""
+    """Return a label without what is easily overlooked: case, blanks, dashes, invisible characters, a fraction of 0."""
     text = unicodedata.normalize("NFKC", label).casefold()
+    text = re.sub(r"(?<=[^\W\d_])[-_\u2010-\u2015\u2212](?=[^\W\d_])", "", text)
     text = "".join(c for c in text if not c.isspace() and unicodedata.category(c) != "Cf")
     return re.sub(r"^([+-]?\d+)\.0+$", r"\1", text)
 
@@ -107,8 +108,8 @@ def _near_duplicates(places: Mapping[str, list[str]]) -> Iterator[str]:
             first, *others = labels
             merged = ", ".join(f"{_quote(label)} = {_quote(first)}" for label in others)
             yield (
-                f"the labels {shown} differ in case, blanks, invisible characters or .0 alone and are learned as"
-                f" different ones: label_map = {{ {merged} }} merges them; see"
+                f"the labels {shown} differ in case, blanks, dashes, invisible characters or .0 alone and are"
+                f" learned as different ones: label_map = {{ {merged} }} merges them; see"
                 f" {_few([place for label in others for place in places[label]])}"
             )
 
@@ -142,11 +143,12 @@ def _unshared_labels(places: Mapping[str, list[str]], rows: Sequence[Any]) -> It
 
 def _contradictions(rows: Sequence[Any]) -> Iterator[str]:
     """Yield a warning for texts that several rows have with different labels."""
-    labelled: dict[tuple[str, str | None], dict[tuple[str, ...], str]] = defaultdict(dict)
+    labelled: dict[tuple[str, ...], dict[tuple[str, ...], str]] = defaultdict(dict)
     for row in rows:
         if isinstance(row, Text):
-            labelled[row.text, row.pair].setdefault(tuple(sorted(row.labels)), row.where)
-    several = [(text, found) for (text, _), found in labelled.items() if len(found) > 1]
+            key = tuple(" ".join((text or "").split()) for text in (row.text, row.pair))
+            labelled[key].setdefault(tuple(sorted(row.labels)), row.where)
+    several = [(text, found) for (text, *_), found in labelled.items() if len(found) > 1]
     if several:
         text, found = several[0]
         shown = [f"{', '.join(labels)!r} ({where})" for labels, where in found.items()]

@@ -19,8 +19,8 @@ def test_labels_that_differ_in_case_or_blanks():
     labels = ["very good", "very good", "Very  Good", "bad"]
     rows = [text(number, str(number), label) for number, label in enumerate(labels)]
     assert list(find_warnings(rows)) == [
-        "the labels 'very good' (2 rows), 'Very  Good' (1 row) differ in case, blanks, invisible characters or .0"
-        ' alone and are learned as different ones: label_map = { "Very  Good" = "very good" } merges them; see'
+        "the labels 'very good' (2 rows), 'Very  Good' (1 row) differ in case, blanks, dashes, invisible characters or"
+        ' .0 alone and are learned as different ones: label_map = { "Very  Good" = "very good" } merges them; see'
         " a.csv:2"
     ]
 
@@ -30,6 +30,11 @@ def test_labels_that_differ_in_case_or_blanks():
     [
         (["1", "1", "1.0"], "labels '1' (2 rows), '1.0' (1 row) differ"),
         (["1", "10", "1.5", "-1"], ""),
+        (
+            ["non-fiction", "non_fiction", "nonfiction"],
+            "'non_fiction' (1 row), 'nonfiction' (1 row) differ",
+        ),
+        (["c++", "c", "1-2", "12"], ""),
         (["neg", "neg", "neg\u200b"], '{ "neg\\u200b" = "neg" } merges them; see a.csv:2'),
         (["x;y", "x", "y|z"], "separate several: 'x;y' (1 row: a.csv:0), 'y|z' (1 row: a.csv:2)"),
         (["a/b", "a", "x, y", ";)"], ""),
@@ -46,7 +51,7 @@ def test_labels_that_are_probably_not_meant(labels, warning):
 
 
 def test_texts_with_different_labels():
-    rows = [text(n, "same" if n < 4 else str(n), "xy"[n % 2]) for n in range(8)]
+    rows = [text(n, f"{' ' * n}same" if n < 4 else str(n), "xy"[n % 2]) for n in range(8)]
     assert list(find_warnings(rows)) == [
         "1 text has different labels in several rows, such as 'same': 'x' (a.csv:0), 'y' (a.csv:1)"
     ]
