@@ -6,6 +6,7 @@ task that the path does not name follows from the body or from the model.
 """
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
@@ -26,7 +27,14 @@ from starlette.responses import Response
 from service.api import openapi
 from service.api.dialects import tei_dialect
 from service.api.dialects.common import ErrorBody
-from service.api.dialects.tei_dialect import SentencesRequest, Truncation
+from service.api.dialects.tei_dialect import (
+    SentencesRequest,
+    TeiEmbedRequest,
+    TeiPredictRequest,
+    TeiRequest,
+    TeiSimilarityRequest,
+    Truncation,
+)
 from service.api.engine_call import Call, engine_of, engines_of, json_response, receive_call
 from service.api.native_routes import answer, each, entity, filled_masks, label, make_router
 from service.api.responses import Answer, Entity, EntityGroup, FilledToken, Label
@@ -518,6 +526,38 @@ async def root(request: HttpRequest) -> Response:
     return await answer_any(request, "")
 
 
+@tei_dialect.router.post("", include_in_schema=False)
+async def tei_root(request: HttpRequest) -> Response:
+    """The task that the body implies, which the client calls by the URL of TEI: as TEI, or else as this API."""
+    call: Call[Any] = await receive_call(
+        request, TeiRequest, partial(choose_tei_schema, engines_of(request).get(None))
+    )
+    match call.body:
+        case TeiSimilarityRequest():
+            return await tei_dialect.compare_sentences(call)
+        case TeiPredictRequest():
+            return await tei_dialect.label_sequences(call)
+        case HfRequest():
+            return await compute_task(call)
+    return await tei_dialect.embed_texts(call)
+
+
+def choose_tei_schema(engine: Engine, body: object) -> type[Any]:
+    """Return the schema of a body. The client sends `parameters` for every task but vectors and cosines."""
+    fields = body if isinstance(body, dict) else {}
+    name = ""
+    if "parameters" in fields or isinstance(fields.get("inputs"), dict):
+        with suppress(InvalidInput):  # several tasks are possible
+            name = choose_task(engine, fields)
+    if name == "sentence-similarity":
+        return TeiSimilarityRequest
+    if name not in ("", "text-classification", "feature-extraction"):
+        return TASKS[name].schema
+    tasks = {head.task for head in engine.manifest.heads.values()}
+    labels = "classification" in tasks and ("parameters" in fields or "embedding" not in tasks)
+    return TeiPredictRequest if labels else TeiEmbedRequest
+
+
 async def answer_task(request: HttpRequest, name: str, model: str) -> Response:
     task = TASKS.get(ALIASES.get(name, name))
     if task is None:
@@ -534,10 +574,14 @@ async def answer_any(request: HttpRequest, model: str) -> Response:
         engine = engine_of(request, name if isinstance(name, str) else None)
         return TASKS[choose_task(engine, body)].schema
 
-    call = await receive_call(request, HfRequest, choose, model_fields(request, model))
-    return await next(
-        task for task in TASKS.values() if isinstance(call.body, task.schema)
-    ).compute(call)
+    return await compute_task(
+        await receive_call(request, HfRequest, choose, model_fields(request, model))
+    )
+
+
+async def compute_task(call: Call[Any]) -> Response:
+    task = next(task for task in TASKS.values() if isinstance(call.body, task.schema))
+    return await task.compute(call)
 
 
 def model_fields(request: HttpRequest, model: str) -> dict[str, object]:

@@ -7,7 +7,6 @@ The answers of tasks are lists without a name of the model, which is in the head
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
@@ -259,29 +258,6 @@ class TeiInfo(BaseModel):
 
 
 # -- routes ---------------------------------------------------------------------------------------
-
-
-@router.post("", include_in_schema=False)
-async def root(request: HttpRequest) -> Response:
-    """What the request's inputs and the model ask for, as huggingface_hub's client calls it."""
-    engine = engines_of(request).get(None)
-    call: Call[Any] = await receive_call(request, TeiRequest, partial(choose_request, engine))
-    match call.body:
-        case TeiSimilarityRequest():
-            return await compare_sentences(call)
-        case TeiPredictRequest():
-            return await label_sequences(call)
-    return await embed_texts(call)
-
-
-def choose_request(engine: Engine, body: object) -> type[TeiRequest]:
-    """Return the schema of a body. The client sends `parameters` for classification, and not for vectors."""
-    fields = body if isinstance(body, dict) else {}
-    if isinstance(fields.get("inputs"), dict):
-        return TeiSimilarityRequest
-    tasks = {head.task for head in engine.manifest.heads.values()}
-    labels = "classification" in tasks and ("parameters" in fields or "embedding" not in tasks)
-    return TeiPredictRequest if labels else TeiEmbedRequest
 
 
 @router.post("/embed", **openapi.dialect(TeiEmbedRequest, list[list[float]], TAG))

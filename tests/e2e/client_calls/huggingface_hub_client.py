@@ -186,6 +186,14 @@ CALLS = [
         for prefix, make in (("", call), ("async ", call_async))
         for task, arguments, options, expected in TASKS
     ),
+    *(
+        Call(
+            f"{written(task, arguments, options)} of /tei",
+            call(TEI, task.replace("-", "_"), *arguments, **options),
+            expected,
+        )
+        for task, arguments, options, expected in TASKS[3:6] + TASKS[9:]
+    ),
     Call(
         "question_answering by URL",
         call(HF, "question_answering", **QUESTION),
