@@ -67,8 +67,9 @@ def read_request(argv: Sequence[str] | None) -> "ExportRequest":
         parser.error(f"--revision: {options.checkpoint} is a local path")
     if onnx and options.precisions:
         parser.error("--precision: an ONNX graph keeps the precision of its weights; leave it out")
-    if onnx and options.states:
-        parser.error("--states: an ONNX graph keeps its outputs; export a checkpoint")
+    for flag, value in (("--states", options.states), ("--attention", options.attention)):
+        if onnx and value:
+            parser.error(f"{flag}: an ONNX graph keeps its outputs; export a checkpoint")
     if onnx and options.encoder:
         parser.error("--encoder: training cannot start from an ONNX graph")
     precisions = () if onnx else options.precisions or ("fp32", "int8")
@@ -104,6 +105,7 @@ def read_request(argv: Sequence[str] | None) -> "ExportRequest":
         pooling=options.pooling,
         outputs=tuple(options.output),
         states=options.states,
+        attention=options.attention,
     )
 
 

@@ -92,6 +92,11 @@ def parser() -> argparse.ArgumentParser:
         help="also give the last hidden states, which the heads of other bundles read (quartet train --frozen)",
     )
     parser.add_argument(
+        "--attention",
+        action="store_true",
+        help="also write a graph of the attention weights, which the playground draws; it shares the fp32 weights",
+    )
+    parser.add_argument(
         "--no-memory",
         action="store_false",
         dest="memory",

@@ -55,6 +55,7 @@ class ExportRequest:
     pooling: of vectors, where no file of the checkpoint declares it; "none" for a graph that pools
     outputs: names of an external graph's outputs, where they are not the usual ones
     states: whether the graphs give their last hidden states
+    attention: whether to write a graph of the attention weights
     """
 
     checkpoint: str
@@ -76,6 +77,7 @@ class ExportRequest:
     pooling: PoolingMode | Literal["none"] | None = None
     outputs: tuple[str, ...] = ()
     states: bool = False
+    attention: bool = False
 
     @property
     def default_precision(self) -> str:
@@ -187,7 +189,9 @@ def draft_manifest(
     license_field = {key: metadata[key] for key in ("weights_license",) if key in metadata}
     manifest = Manifest.model_validate(
         {
-            "format_version": SHARED_VERSION if request.states else FORMAT_VERSION,
+            "format_version": SHARED_VERSION
+            if request.states or request.attention
+            else FORMAT_VERSION,
             "name": request.name,
             "version": request.version,
             "max_length": encoder.max_length,

@@ -6,8 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import torch
+from numpy.typing import NDArray
 
 from export import calibration, goldens, provenance, trace_graphs, verify
 from export.drafts import (
@@ -33,7 +35,7 @@ from export.passes import (
 )
 from export.passes import fp16 as half
 from export.passes.graph_utils import WEIGHTS, embed_weights
-from export.passes.portable import make_portable
+from export.passes.portable import attention_graph, make_portable
 from export.passes.sliding_window import lower_windows
 from model.checkpoints import writer
 from model.checkpoints.head_config import declares_pooling
@@ -44,14 +46,16 @@ from model.families.registry import family_of
 from model.families.spec import Family
 from model.heads import EncoderWithHeads, HiddenStates, SentenceEmbedding
 from model.static_embedding import StaticModel
+from model.training.capture import attention_maps
 from service.core import bundle
 from service.core.bundle import Bundle
 from service.core.encode import Encoder, Window
-from service.core.manifest import Head, Manifest
+from service.core.manifest import ATTENTION, MOST_ATTENDED, Head, Manifest
 from service.core.packing import Packed, pack
-from service.core.session import BatchOutputs, trim
+from service.core.session import BatchOutputs, open_attention, trim
 
 PORTABLE = "fp32.portable.onnx"
+ATTENTION_FILE = "fp32.attention.onnx"
 TRACED = "traced.weights.bin"  # not of the bundle
 HALF_WEIGHTS = "fp16.weights.bin"
 
@@ -65,8 +69,10 @@ def draft_bundle(
     """
     source = read_source(request.checkpoint, request.task)
     choose_pooling(request, source)
-    if (request.encoder or request.states) and isinstance(source.model, StaticModel):
-        raise ValueError("--encoder, --states: static embeddings have no encoder: leave them out")
+    of_encoder = request.encoder or request.states or request.attention
+    if of_encoder and isinstance(source.model, StaticModel):
+        flags = "--encoder, --states, --attention"
+        raise ValueError(f"{flags}: static embeddings have no encoder: leave them out")
     if request.states:
         add_states(source)
     metadata = provenance.with_commit(request.metadata, request.checkpoint, source.folder)
@@ -84,6 +90,8 @@ def draft_bundle(
     encodings = goldens.golden_encodings(encoder, heads)
     checked = [*encodings, *goldens.expanded_queries(encoder, heads)]
     expected = [out for encoding in checked for out in goldens.run_torch(source.model, [encoding])]
+    short = [own for own in encodings if len(own) <= MOST_ATTENDED] if request.attention else []
+    maps = [attention_maps(source.model.encoder, own).numpy() for own in short]
     texts = calibration.read_texts(request.calibration)
     is_rounded = "int8" in request.precisions
     windows = calibration.choose_windows(encoder, texts, heads) if is_rounded else []
@@ -98,7 +106,7 @@ def draft_bundle(
     rows = source.model.config.vocab_size
     del source  # the graphs' own memory follows
     trim()
-    write_graphs(packed, folder, windows, show)
+    write_graphs(packed, folder, windows, show, attention=request.attention)
     draft = draft_manifest(
         request,
         encoder,
@@ -108,8 +116,11 @@ def draft_bundle(
         heads=heads,
         default_precision=request.default_precision,
         graphs=graph_records(folder),
+        attention=attention_record(folder, maps) if maps else None,
         embedding_space=embedding_space(heads, folder / WEIGHTS, folder / TOKENIZER),
     )
+    if maps:
+        check_attention(draft, short, maps, show)
     return request, encoder, draft, check_graphs(draft, checked, expected, show)
 
 
@@ -154,11 +165,16 @@ def check_precisions(request: ExportRequest, family: Family, heads: Mapping[str,
 
 
 def write_graphs(
-    packed: onnx.ModelProto, folder: Path, windows: Sequence[Window], show: Show
+    packed: onnx.ModelProto,
+    folder: Path,
+    windows: Sequence[Window],
+    show: Show,
+    attention: bool = False,
 ) -> None:
     """Write the fp32 graphs, which share one weight file, and the int8 graph.
 
     windows: texts whose numbers decide how int8 rounds; empty for no int8 graph
+    attention: whether to write the graph of attention weights, too
     """
     portable = make_portable(packed)
     lower_windows(packed)
@@ -171,9 +187,10 @@ def write_graphs(
         embed_weights(quantized)
         onnx.save(quantized, folder / "int8.onnx")
     first_token_only.narrow(packed)
-    trace_graphs.save_sharing_weights(
-        {folder / "fp32.onnx": packed, folder / PORTABLE: portable}, folder / WEIGHTS
-    )
+    graphs = {folder / "fp32.onnx": packed, folder / PORTABLE: portable}
+    if attention:
+        graphs[folder / ATTENTION_FILE] = attention_graph(portable)
+    trace_graphs.save_sharing_weights(graphs, folder / WEIGHTS)
 
 
 def trace_cuda(model: EncoderWithHeads, packed: Packed) -> onnx.ModelProto:
@@ -213,6 +230,26 @@ def graph_records(folder: Path) -> list[dict[str, Any]]:
         }
         records.append(describe("fp16.onnx", layout="packed", **half))
     return records
+
+
+def attention_record(folder: Path, maps: Sequence[NDArray[np.float32]]) -> dict[str, Any]:
+    """Return the manifest's record of the attention graph. maps: of texts, `[L, N, n, n]` each"""
+    layers, heads = maps[0].shape[:2]
+    portable = next(r for r in graph_records(folder) if r["layout"] == "portable")
+    file = bundle.describe_file(folder / ATTENTION_FILE)
+    return {**portable, **file, "layers": layers, "heads": heads}
+
+
+def check_attention(
+    draft: Bundle, windows: Sequence[Window], maps: Sequence[NDArray[np.float32]], show: Show
+) -> None:
+    """Compare the attention graph with PyTorch's attention weights of the same windows. Raises ParityError."""
+    attend = open_attention(draft)
+    assert attend is not None, "our bug: the draft has an attention graph"
+    expected = [{ATTENTION: own} for own in maps]
+    outputs = [{ATTENTION: attend(window)} for window in windows]
+    worst = verify.check_parity(expected, outputs, "attention")
+    show(f"attention weights: differ from PyTorch by {worst:.1e}")
 
 
 def check_graphs(

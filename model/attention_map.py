@@ -8,26 +8,15 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
-from torch import Tensor, nn
+from torch import Tensor
 
 from model.checkpoints import reader
-from model.data import examples
 from model.fill import DEFAULT_CHECKPOINT, find_checkpoint, read_encoder
-from model.training.capture import capture
-from service.core.encode import Encoding
+from model.training.capture import attention_maps
 
 MAX_TOKENS = 48  # labels and cells of more are too small to read
-
-
-@torch.no_grad()
-def attention_maps(encoder: nn.Module, encoding: Encoding) -> Tensor:
-    """Return the attention weights of an encoder of any family, `[L, N, S, S]`: rows (queries) sum to one."""
-    with capture(encoder, attention_weights=True) as captured:
-        encoder(*examples.pack([encoding]))
-    return torch.cat(captured.attention_weights)  # L times [1, N, S, S] -> [L, N, S, S]
 
 
 def draw(

@@ -11,7 +11,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
     parser = argparse.ArgumentParser(
         program_name("model.evaluate"),
-        description="Measure the heads of a checkpoint on labeled files, with the metrics of their tasks.",
+        description="Print the metrics of a checkpoint's heads on labeled files, in the columns of quartet train.",
     )
     parser.add_argument("checkpoint", help="a directory, or a name on the hub")
     parser.add_argument(

@@ -126,6 +126,9 @@ def main() -> int:
     if name in ("version", "--version"):
         print(f"quartet {__version__}")
         return 0
+    if name == "completion" and rest[:1] in (["-h"], ["--help"]):
+        print('usage: eval "$(quartet completion bash)", or zsh, fish, powershell')
+        return 0
     if name == "completion":
         return print_completion(*rest)
     if name not in COMMANDS:

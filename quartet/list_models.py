@@ -7,7 +7,8 @@ from quartet import cache
 from service.core import bundle_cache
 
 DESCRIPTION = """\
-List the exported models that quartet serve and quartet pull keep in the cache, the last used first.
+List the exported models that quartet serve and quartet pull keep in the cache, the last used first. The cache is
+~/.cache/quartet, or quartet in XDG_CACHE_HOME. Above 20 GB, the models that were not used for the longest time go.
 """
 
 

@@ -23,14 +23,15 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "quartet train",
         description="Train a head on a file of labeled rows, and write bundles/NAME, or its next version, such as "
-        "bundles/NAME-v2. "
+        "bundles/NAME-v2, which quartet serve NAME serves. "
         "python -m model.finetune has further options, such as --epochs 4, which may follow FILE.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "file",
         metavar="FILE",
-        help=".csv, .tsv, .jsonl, .json, .parquet or .conll; FILE?text=COLUMN&label=COLUMN names its columns",
+        help=".csv, .tsv, .jsonl, .json, .parquet or .conll, with the usual columns: text and label; tokens and tags; "
+        "question, context and answers; or anchor and positive. FILE?text=COLUMN&label=COLUMN names other columns",
     )
     parser.add_argument(
         "--task", choices=TASKS, help="task of the rows; by default found from the columns"

@@ -106,7 +106,7 @@ def parser() -> argparse.ArgumentParser:
     program = program_name("service.keys")
     description = (
         "Make an API key: print the key on standard error, once, and its line for the service's file of keys: "
-        f"{program} NAME >> keys.toml"
+        f"{program} NAME >> keys.toml. The service reads the file with --api-keys keys.toml."
     )
     parser = argparse.ArgumentParser(program, description=description)
     parser.add_argument("name", metavar="NAME", help="name of the key's owner, which the log shows")

@@ -164,26 +164,26 @@ def states_bundle(tiny_checkpoint: Path, built_once: "BuiltOnce") -> Path:
 
 @pytest.fixture(scope="session")
 def masked_bundle(built_once: "BuiltOnce") -> Path:
-    """A tiny joint model as a full bundle, masked@1: a fill-mask head next to a classifier and a tagger."""
+    """A tiny joint model as a full bundle, masked@1: a fill-mask head, a classifier, a tagger, and attention."""
 
     def build(path: Path) -> None:
         from tests.tiny import save_masked
 
         checkpoint = built_once("checkpoints/masked", save_masked)
-        run_export(checkpoint, path, "--precision", "fp32", "int8")
+        run_export(checkpoint, path, "--precision", "fp32", "int8", "--attention")
 
     return built_once("bundles/masked", build)
 
 
 @pytest.fixture(scope="session")
 def tasks_bundle(built_once: "BuiltOnce") -> Path:
-    """A tiny joint model with heads for every task that clients of other servers call, tasks@1, at fp32."""
+    """A tiny joint model with heads for every task of other servers' clients, tasks@1: fp32, with attention."""
 
     def build(path: Path) -> None:
         from tests.tiny import save_tasks
 
         checkpoint = built_once("checkpoints/tasks", save_tasks)
-        run_export(checkpoint, path, "--precision", "fp32")
+        run_export(checkpoint, path, "--precision", "fp32", "--attention")
 
     return built_once("bundles/tasks", build)
 

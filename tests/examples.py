@@ -25,7 +25,8 @@ UNANSWERED = (
     "/embed-tokens",
     "/embed-sparse",
     "/fill-mask",
-)  # the default bundle has no head for them
+    "/attention",
+)  # the default bundle cannot answer them
 PAGES = ("/models", "/health/live", "/health/ready")
 
 

@@ -13,6 +13,7 @@ from onnx import NodeProto, TensorProto, ValueInfoProto, helper, inliner, parser
 
 from export.passes.fold import fold
 from export.passes.graph_utils import attribute, producers, replace_nodes, with_inputs
+from service.core.manifest import ATTENTION
 
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 OPSETS = [helper.make_opsetid("", 20)]
@@ -20,6 +21,7 @@ IDS = {name: f"padded.{name}" for name in ("input_ids", "token_type_ids")}  # [T
 ROWS = "padded.rows"  # [3]: B, S, -1
 # 0 at tokens, and the lowest number elsewhere
 KEYS, SLOTS = "padded.keys", "padded.slots"  # [B, 1, 1, S], [B, S, 1]
+WEIGHTS = ".attention_weights"  # the end of the names of the weights of a layer, [B, N, S, S]
 LATER = "padded.later"  # [S, S]: the lowest number at keys after a query
 # The outputs of the function `Inputs`: the inputs of a packed graph and the values above.
 COMPUTED = (*IDS.values(), "position_ids", "lengths", "unpack", "pack", ROWS, KEYS, SLOTS, LATER)
@@ -60,7 +62,7 @@ FUNCTIONS = (
     """,
     """
     <domain: "padded", opset_import: ["": 20]>
-    Attention <heads: ints, scale: float> (query, key, value, mask) => (context)
+    Attention <heads: ints, scale: float> (query, key, value, mask) => (context, weights)
     {
         split = Constant <value_ints: ints = @heads> ()
         factor = Constant <value_float: float = @scale> ()
@@ -156,8 +158,38 @@ def _attend(node: NodeProto) -> Iterator[NodeProto]:
     heads = [0, 0, attribute(node, "num_heads"), -1]
     (scale,) = (found.f for found in node.attribute if found.name == "scale")
     yield helper.make_node(
-        "Attention", [*vectors, mask], node.output, domain="padded", heads=heads, scale=scale
+        "Attention",
+        [*vectors, mask],
+        [node.output[0], f"{node.output[0]}{WEIGHTS}"],
+        domain="padded",
+        heads=heads,
+        scale=scale,
     )
+
+
+def attention_graph(portable: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a graph of the attention weights of all L layers, `[B, L, N, S, S]`, from a portable graph."""
+    model = onnx.ModelProto()
+    model.CopyFrom(portable)
+    graph = model.graph
+    layers = [n.output[0] for n in graph.node if n.output[0].endswith(WEIGHTS)]
+    needed = {*layers}
+    nodes: list[NodeProto] = []
+    for node in reversed(graph.node):
+        if needed.intersection(node.output):
+            needed.update(node.input)
+            nodes.insert(0, node)
+    axis = helper.make_tensor(f"{ATTENTION}.axis", TensorProto.INT64, [1], [1])
+    rows = [f"{name}.layer" for name in layers]
+    for name, row in zip(layers, rows, strict=True):
+        nodes.append(helper.make_node("Unsqueeze", [name, axis.name], [row]))
+    nodes.append(helper.make_node("Concat", rows, [ATTENTION], axis=1))
+    weights = [axis, *(tensor for tensor in graph.initializer if tensor.name in needed)]
+    inputs = [value for value in graph.input if value.name in needed]
+    shape: list[str | int | None] = ["B", len(layers), "N", "S", "S"]
+    output = helper.make_tensor_value_info(ATTENTION, TensorProto.FLOAT, shape)
+    model.graph.CopyFrom(helper.make_graph(nodes, ATTENTION, inputs, [output], weights))
+    return model
 
 
 def _inline(calls: Sequence[NodeProto]) -> onnx.GraphProto:

@@ -5,10 +5,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from model.attention import ScaledDotProductAttention
+from model.data import examples
 from model.heads import encoder_layers
+from service.core.encode import Window
 
 
 @dataclass
@@ -73,3 +76,11 @@ def capture(
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@torch.no_grad()
+def attention_maps(encoder: nn.Module, window: Window) -> Tensor:
+    """Return the attention weights of an encoder of any family, `[L, N, S, S]`: rows (queries) sum to one."""
+    with capture(encoder, attention_weights=True) as captured:
+        encoder(*examples.pack([window]))
+    return torch.cat(captured.attention_weights)  # L times [1, N, S, S] -> [L, N, S, S]

@@ -27,6 +27,7 @@ from service.api.json_responses import JsonResponse
 from service.api.response_compression import compress
 from service.api.responses import (
     AnalyzeResponse,
+    AttentionResponse,
     ClassifyResponse,
     EmbedResponse,
     EmbedSparseResponse,
@@ -42,6 +43,7 @@ from service.api.responses import (
 )
 from service.api.schemas import (
     AnalyzeRequest,
+    AttentionRequest,
     ClassifyRequest,
     EmbedRequest,
     EmbedSparseRequest,
@@ -65,6 +67,7 @@ from service.core.manifest import Task
 from service.engines.engine import Reply
 from service.middleware.request_context import context_of
 from service.observability.metrics import CONTENT_TYPE
+from service.tasks.attention import AttentionMap
 from service.tasks.question_answering import QaOptions, QuestionAnswering
 from service.tasks.reranking import Ranked, Ranking, make_ranking, rank
 
@@ -206,6 +209,13 @@ async def fill_mask(request: Request) -> Response:
     return await call.answer(call.body, "result", filled_masks)
 
 
+@router.post("/attention", **openapi.task(AttentionRequest, AttentionResponse))
+async def attention(request: Request) -> Response:
+    """How much each token of a text attends to each other token, in one layer of a model exported for it."""
+    call = await receive_call(request, AttentionRequest)
+    return await call.answer(call.body, "result", attention_map)
+
+
 @router.post("/embed-sparse", **openapi.task(EmbedSparseRequest, EmbedSparseResponse))
 async def embed_sparse(request: Request) -> Response:
     """The weights of a few tokens of the vocabulary for each text."""
@@ -246,6 +256,10 @@ def filled_masks(found: list[list[TokenScore]]) -> list[object]:
     """Format the tokens for the only mask token of a text, or for each of several."""
     masks = [[one._asdict() for one in tokens] for tokens in found]
     return [*masks[0]] if len(masks) == 1 else [*masks]
+
+
+def attention_map(found: AttentionMap) -> dict[str, object]:
+    return {"tokens": found.tokens, "weights": numbers(found.weights)}
 
 
 def sparse_vector(tokenizer: Tokenizer | None, found: SparseVector) -> dict[str, object]:

@@ -22,6 +22,7 @@ from service.api.responses import ErrorResponse
 from service.api.schemas import (
     AdminRequest,
     AnalyzeRequest,
+    AttentionRequest,
     ClassifyRequest,
     DetokenizeRequest,
     EmbedRequest,
@@ -56,6 +57,7 @@ REQUESTS: Mapping[str, type[Request]] = {
     "/zero-shot": ZeroShotRequest,
     "/analyze": AnalyzeRequest,
     "/fill-mask": FillMaskRequest,
+    "/attention": AttentionRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }

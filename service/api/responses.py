@@ -135,6 +135,17 @@ class FillMaskResponse(Response):
     )
 
 
+class AttentionMap(BaseModel):
+    tokens: list[str] = Field(description="as the vocabulary has them, special ones included")
+    weights: list[list[list[float]]] = Field(
+        description="by head, then by the token that attends, then by the token that it attends to"
+    )
+
+
+class AttentionResponse(ModelResponse):
+    results: list[AttentionMap | None]
+
+
 class RankedDocument(BaseModel):
     index: int = Field(description="of the document in the request")
     score: float
@@ -264,6 +275,9 @@ class DescribedModel(BaseModel):
     provider: str
     provider_note: str | None = Field(description="why a GPU is not used")
     runtime: str
+    attention_layers: int | None = Field(
+        None, description="layers of `/attention`; null for a model without an attention graph"
+    )
     memory: ModelMemory | None = Field(
         None, description="of the graph that runs, where its manifest states it; null on a GPU"
     )

@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from service.errors import InvalidInput, TooLarge
 from service.settings import UnknownModelRule, did_you_mean
 from service.tasks.analysis import Analysis
+from service.tasks.attention import Attention
 from service.tasks.classification import Classification
 from service.tasks.embedding import Embedding
 from service.tasks.entity_recognition import EntityRecognition
@@ -187,6 +188,14 @@ class EmbedSparseRequest(HeadRequest, SparseEmbedding):
 class FillMaskRequest(HeadRequest, MaskFilling):
     task = "fill-mask"
     text_fields = ("inputs", "targets")
+
+
+class AttentionRequest(IsolatingRequest, Attention):
+    task = "attention"
+    text_fields = ("inputs", "text_pair")
+
+    def name_heads(self, heads: tuple[str, ...]) -> dict[str, object]:
+        return {}
 
 
 class RerankRequest(HeadRequest, Reranking):

@@ -101,7 +101,7 @@ def load(path: Path | str, *, proven: bool = False) -> Bundle:
     if not proven:
         for name, expected in manifest.files().items():
             _check_file(folder, name, expected)
-        for graph in manifest.graphs:
+        for graph in manifest.all_graphs:
             _check_external_data(folder, graph)
     golden = _read_golden(folder, manifest)
     return Bundle(folder, manifest, hashlib.sha256(text).hexdigest(), golden)

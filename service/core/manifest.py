@@ -66,6 +66,8 @@ NAME = FILE = f"^{WORD}$"
 MODEL_NAME = f"^{WORD}(/{WORD})?$"  # as on the hub: name, or owner/name
 SHA256 = r"^[0-9a-f]{64}$"
 # Names of the inputs of graphs of any layout; no head may have such a name.
+ATTENTION = "attention"  # the output of an attention graph; no head may have this name
+MOST_ATTENDED = 64  # tokens of a window whose attention weights a service computes
 INPUTS = frozenset(
     {
         *("input_ids", "token_type_ids", "position_ids", "attention_mask", "lengths"),
@@ -373,6 +375,16 @@ class Graph(File):
     memory: Memory | None = None  # None where the manifest does not state it
 
 
+class AttentionGraph(Graph):
+    """A portable graph that computes the attention weights of every layer and no head.
+
+    layers, heads: of the encoder
+    """
+
+    layers: int = Field(ge=1)
+    heads: int = Field(ge=1)
+
+
 class Layers(_Record):
     """How a head computes its output from the encoder's last hidden states: pooling, then dense layers.
 
@@ -475,6 +487,7 @@ class Manifest(_Record):
     max_length: int = Field(ge=8, le=1_000_000)
     vocabulary: Vocabulary
     graphs: tuple[Graph, ...] = ()  # none with `encoder`, else at least one
+    attention: AttentionGraph | None = None
     encoder: SharedEncoder | None = None
     goldens: Goldens
     metrics: dict[str, dict[Precision, dict[str, float]]] = {}
@@ -499,8 +512,13 @@ class Manifest(_Record):
     def _agree(self) -> Self:
         if (self.encoder is None) is not bool(self.graphs):
             raise ValueError("needs either graphs or the encoder that its heads share")
-        if (self.encoder or self.states) and self.format_version < SHARED_VERSION:
-            raise ValueError(f"hidden states and their heads need format_version {SHARED_VERSION}")
+        newer = self.encoder or self.states or self.attention
+        if newer and self.format_version < SHARED_VERSION:
+            raise ValueError(
+                f"hidden states, their heads and attention need format_version {SHARED_VERSION}"
+            )
+        if ATTENTION in self.heads:
+            raise ValueError(f"a head cannot be named {ATTENTION}: that is a graph's output")
         if self.encoder is not None:
             self._check_layers(self.encoder.layers)
         if self.default_precision not in self.precisions:
@@ -593,10 +611,15 @@ class Manifest(_Record):
         fits = [g for g in self.graphs if g.precision in wanted and g.provider in kind.graphs]
         return sorted(fits, key=lambda g: (wanted.index(g.precision), g.layout != "packed"))
 
+    @property
+    def all_graphs(self) -> tuple[Graph, ...]:
+        """The graphs that compute heads, and the graph that computes attention weights, if there is one."""
+        return (*self.graphs, self.attention) if self.attention else self.graphs
+
     def files(self) -> dict[str, str]:
         """Return the SHA-256 of every file that the manifest lists, by file name."""
-        weights = [graph.weights for graph in self.graphs if graph.weights]
-        parts: list[File] = [self.goldens, *self.graphs, *weights]
+        weights = [graph.weights for graph in self.all_graphs if graph.weights]
+        parts: list[File] = [self.goldens, *self.all_graphs, *weights]
         # A head bundle has no tokenizer of its own.
         parts.append(self.encoder.weights if self.encoder else self.vocabulary)
         return {part.file: part.sha256 for part in parts}

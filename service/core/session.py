@@ -18,8 +18,9 @@ from service.core.bundle import Bundle, BundleError, check_goldens
 from service.core.cpu import CPU
 from service.core.device_kind import DeviceKind, NoDeviceError
 from service.core.device_table import KINDS, named_kinds, preferred_kinds
+from service.core.encode import Window
 from service.core.goldens import Golden
-from service.core.manifest import Graph, Manifest, Tolerance
+from service.core.manifest import ATTENTION, Graph, Manifest, Tolerance
 from service.core.packing import (
     SLOT_MULTIPLE,
     Ints,
@@ -28,6 +29,7 @@ from service.core.packing import (
     each,
     make_layout,
     mask_positions,
+    pack,
     positions,
     round_up,
     word_label_pairs,
@@ -45,6 +47,7 @@ ort = onnxruntime
 
 BatchOutputs = dict[str, NDArray[np.float32]]
 Feeds = dict[str, NDArray[Any]]
+Attend = Callable[[Window], NDArray[np.float32]]
 
 PER_ROW = ("input_ids", "token_type_ids", "position_ids", "pack")  # inputs of a packed graph
 FLOAT = "tensor(float)"  # float32, as the runtime calls it
@@ -132,6 +135,8 @@ class SessionOptions:
     limit: TimeLimit | None = (
         None  # of opening the session, and of its runs until the limit's block ends
     )
+    # Whether the runtime copies weights into the layout of its kernels. Otherwise it maps them from their file.
+    copies_weights: bool = True
 
 
 class Session:
@@ -344,6 +349,28 @@ def padded_feeds(packed: Packed) -> Feeds:
     }
 
 
+def open_attention(bundle: Bundle, limit: TimeLimit | None = None) -> Attend | None:
+    """Open a bundle's attention graph on the CPU; None for a bundle without one.
+
+    Returns a function: a window of n tokens -> the attention weights of L layers with N heads, `[L, N, n, n]`.
+    """
+    graph = bundle.manifest.attention
+    if graph is None:
+        return None
+    options = SessionOptions(threads=1, limit=limit, copies_weights=False)
+    session = open_graph(bundle.file(graph.file), CPU, options)
+    inputs = {value.name for value in session.get_inputs()}
+
+    def attend(window: Window) -> NDArray[np.float32]:
+        feeds = padded_feeds(pack([window]))
+        needed = {name: value for name, value in feeds.items() if name in inputs}
+        [weights] = session.run([ATTENTION], needed)
+        found: NDArray[np.float32] = weights[0]
+        return found
+
+    return attend
+
+
 def open_session(
     bundle: Bundle,
     *,
@@ -465,6 +492,9 @@ def open_graph(
     # Shapes differ from batch to batch, so memory patterns would accumulate.
     settings.enable_mem_pattern = False
     settings.log_severity_level = ERRORS
+    settings.add_session_config_entry(
+        "session.disable_prepacking", str(int(not options.copies_weights))
+    )
     # Another format, which the runtime takes by the name of the file, may name files that `graph_files` does not find.
     settings.add_session_config_entry("session.load_model_format", "ONNX")
     if options.limit:

@@ -479,6 +479,7 @@ class Engine:
             "aliases": self.model.aliases,
             "heads": {name: self._describe_head(head) for name, head in manifest.heads.items()},
             "max_length": manifest.max_length,
+            "attention_layers": manifest.attention.layers if manifest.attention else None,
             "precision": on.precision,
             "layout": on.layout,
             "provider": on.provider,

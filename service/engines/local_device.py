@@ -20,15 +20,17 @@ from service.core.cpu import CPU
 from service.core.device_kind import DeviceKind, Slots
 from service.core.encode import Window
 from service.core.goldens import Golden
-from service.core.manifest import Manifest
+from service.core.manifest import ATTENTION, Manifest
 from service.core.packing import SLOT_MULTIPLE, count_masks, fill_rows, pack, row_starts, split
 from service.core.session import (
     RUNTIME,
     RUNTIME_ERRORS,
+    Attend,
     Session,
     SessionOptions,
     TimeLimit,
     keep_freed_memory,
+    open_attention,
     open_session,
     trim,
     usable_kinds,
@@ -70,9 +72,13 @@ class Runner:
     """The sessions of one bundle, by the number of slots that a run takes.
 
     shared: the heads of other bundles that read this one's hidden states, by the names of their outputs
+    attend: computes the attention weights of a window; None for a bundle without an attention graph
     """
 
-    def __init__(self, bundle: Bundle, sessions: Mapping[int, Session]) -> None:
+    def __init__(
+        self, bundle: Bundle, sessions: Mapping[int, Session], attend: Attend | None = None
+    ) -> None:
+        self._attend = attend
         self._bundle = bundle
         self._sessions = sessions
         self._heads = bundle.manifest.heads
@@ -82,6 +88,8 @@ class Runner:
 
     def run(self, width: int, windows: Sequence[Window], heads: Heads = ()) -> list[Outputs]:
         """Compute the outputs of these heads, or of all own heads if empty, for each window, on `width` slots."""
+        if self._attend is not None and heads == (ATTENTION,):
+            return [{ATTENTION: self._attend(window)} for window in windows]
         packed = pack(windows)
         wanted = heads if self._states is None else graph_outputs(heads, self._states)
         outputs = self._sessions[width].run(packed, wanted)
@@ -343,7 +351,7 @@ class LocalDevice:
             )
             for width, threads in self.slots.threads.items()
         }
-        runner = Runner(bundle, sessions)
+        runner = Runner(bundle, sessions, open_attention(bundle, limit))
         on_host = sessions[1].kind.on_host
         area = math.inf if on_host else self._area(sessions[1])
         if proof is None or not proven(sessions[1]):

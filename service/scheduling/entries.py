@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.core.encode import Window
+from service.core.manifest import ATTENTION
 from service.errors import InternalError, QuartetError
 from service.scheduling.load import Flow
 
@@ -50,6 +51,7 @@ class Entry:
     batch: int = field(default=0, init=False)
     tokens: int = field(init=False)
     masks: int = field(default=0, init=False)  # mask tokens whose logits are computed for it
+    single: bool = field(init=False)  # whether its batch holds no other entry
     # The fields below belong to the fair queue.
     virtual_start: float = field(default=0.0, init=False)  # in tokens
     # Batches of its flow without an entry of its request.
@@ -59,6 +61,7 @@ class Entry:
 
     def __post_init__(self) -> None:
         self.tokens = max(len(self.window), 1)
+        self.single = self.unbatched or ATTENTION in self.heads
 
     @property
     def flow(self) -> Flow:

@@ -38,18 +38,18 @@ def plan(entries: Sequence[Entry], cost: Cost, budget: Budget, now: float) -> li
 
     The first candidate leads the batch. The others are entries of its model, nearest in length first. The batch ends at
     the size at which the price per token is within 1 % of the lowest, because all entries of a larger batch would wait
-    longer for no gain. The price is without mask tokens, which cost the same in any batch. An unbatched entry runs in a
+    longer for no gain. The price is without mask tokens, which cost the same in any batch. A single entry runs in a
     batch of its own, and an entry with a number of a batch in this one.
     """
     live = [entry for entry in entries if not entry.done and entry.deadline > now]
     if not live:
         return []
     lead = live[0]
-    if lead.unbatched:
+    if lead.single:
         return [lead]
     if lead.batch and lead.request:
         return [entry for entry in lead.request.entries if entry.batch == lead.batch]
-    others = [e for e in live if e is not lead and e.bundle == lead.bundle and not e.unbatched]
+    others = [e for e in live if e is not lead and e.bundle == lead.bundle and not e.single]
     others.sort(key=lambda entry: abs(entry.tokens - lead.tokens))
     return _cheapest(lead, others, cost, budget)
 
@@ -155,7 +155,7 @@ class Planner:
     def _hold_s(self, model: ModelStatistics, lead: Entry, cost: Cost, now: float) -> float:
         """Return how long to wait for more entries; not positive if the batch is full or due."""
         full = model.tokens >= self.budget.tokens or model.size >= self._size(model)
-        if full or lead.unbatched or lead.batch:
+        if full or lead.single or lead.batch:
             return 0.0
         if self._queue.tokens > model.tokens:
             return 0.0  # another model could use the slot

@@ -47,7 +47,7 @@ class Prefetch:
         if self._batch or not self._queue or self._queue.size < self._worth_from:
             return
         planned = self._planner.next(now, 0, may_hold)
-        if planned is None or planned.batch[0].unbatched or planned.hold_s:
+        if planned is None or planned.batch[0].single or planned.hold_s:
             return
         batch = planned.batch
         self._worth_from = 2 * len(batch)

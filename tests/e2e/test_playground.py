@@ -123,6 +123,27 @@ def test_page_loads_alone_and_in_silence(browser, server_url):
     assert (origins, complaints) == ({urlsplit(server_url)[:2]}, [])
 
 
+def test_attention_is_drawn(browser, masked_url):
+    """The lines of a token show its weights, on a narrow dark page without faults that axe finds."""
+    folder = resources.files(pytest.importorskip("axe_core_python", reason="it is not installed"))
+    page = browser.new_page(color_scheme="dark", viewport={"width": 390, "height": 900})
+    page.goto(masked_url)
+    expect(page.locator("#model")).to_be_enabled()
+    weights = run(page, "attention", inputs="the ferry was late")["results"][0]["weights"]
+    page.select_option("#attention .results select", value="2")
+    page.locator("#attention .attention ol").first.locator("button").nth(1).press("Enter")
+    drawn = [float(one.get_attribute("opacity")) for one in page.locator("#attention line").all()]
+    assert pytest.approx(drawn) == [own**0.7 for own in weights[2][1] if own >= 0.01]
+    expect(page.locator("#attention .results .summary")).to_contain_text("attends most to")
+    page.evaluate(folder.joinpath("axe.min.js").read_text())
+    found = page.evaluate("axe.run('#attention')")["violations"]
+    assert [] == [(each["id"], [node["target"] for node in each["nodes"]]) for each in found]
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    with page.expect_response("**/attention") as caught:
+        page.select_option("#attention [name=layer]", "2")
+    assert weights != caught.value.json()["results"][0]["weights"]
+
+
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("path", ["/", "/live"])

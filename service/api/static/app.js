@@ -1,5 +1,6 @@
 // The playground: a box for each task, each an ordinary call to the API it is served from.
 
+import { showAttention } from "./attention.js";
 import { modelCard } from "./card.js";
 import { address, call, key, post, problem, useKey } from "./client.js";
 import { LANGUAGES } from "./code.js";
@@ -14,6 +15,7 @@ const readsTexts = (head) => ["classification", "ner", "embedding"].includes(hea
 const lines = (text) => text?.split("\n").filter((line) => line.trim());
 
 // reads: whether a head can answer; the box is hidden where none can. headless: no single head answers.
+// serves: whether the model can, where that depends on more than its heads.
 const TASKS = {
   classify: {
     reads: of("classification"),
@@ -80,6 +82,15 @@ const TASKS = {
     empty: "The tokens that the model reads will appear here.",
     request: ({ inputs }) => ({ inputs }),
     show: showTokens,
+  },
+  attention: {
+    reads: () => true,
+    headless: true,
+    serves: (model) => model.attention_layers,
+    path: "attention",
+    empty: "Lines between the tokens will appear here.",
+    request: ({ inputs, layer }) => ({ inputs, layer: Number(layer) }),
+    show: showAttention,
   },
   masks: {
     reads: of("fill-mask"),
@@ -458,6 +469,7 @@ function wire(panel) {
   panel.section.querySelector(".examples").append(...examples);
   panel.form.addEventListener("input", () => refresh(panel));
   panel.head.addEventListener("change", () => { offerPrompts(panel); refresh(panel); });
+  panel.form.querySelector("[name=layer]")?.addEventListener("change", () => panel.sent && run(panel));
   panel.form.addEventListener("submit", (event) => { event.preventDefault(); run(panel); });
   panel.form.addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
@@ -494,7 +506,9 @@ function applyModel(panel, model) {
   spellMask(panel, offered[0]?.[1].mask_token ?? panel.mask);
   panel.section.querySelector(".head-choice").hidden = offered.length < 2 || panel.headless;
   offerPrompts(panel);
-  panel.section.hidden = Boolean(model.heads) && !offered.length;
+  panel.section.hidden = Boolean(model.heads) && !offered.length || Boolean(panel.serves && !panel.serves(model));
+  const layers = Array.from({ length: model.attention_layers ?? 0 }, (_, index) => node("option", {}, `${index + 1}`));
+  panel.section.querySelector("[name=layer]")?.replaceChildren(...layers);
   markInvalid(panel);
   rest(panel, waiting(panel));
   refresh(panel);

@@ -9,6 +9,13 @@ export function node(tag, properties = {}, ...children) {
   return element;
 }
 
+export function vector(tag, attributes, ...children) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children);
+  return element;
+}
+
 export const count = (n, word) => `${n} ${word}${n === 1 ? "" : "s"}`;
 export const tokens = (n) => count(n, "token");
 export const milliseconds = (value) => `${value.toFixed(value < 100 ? 1 : 0)} ms`;

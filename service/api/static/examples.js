@@ -78,6 +78,11 @@ export const EXAMPLES = {
       inputs: "The lighthouse keeper's unforgettable kite flew over Reykjavík 🪁.",
     },
   },
+  attention: {
+    "A pronoun": {
+      inputs: "The violin stayed in its case because it was out of tune.",
+    },
+  },
   masks: {
     "A harbor": {
       inputs: "The ferry to the [MASK] leaves at noon, when the tide is high.",

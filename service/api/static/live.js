@@ -1,13 +1,12 @@
 // The live view: frames of an event stream, which is open only while the page is visible and not paused.
 
 import { key, stream, useKey } from "./client.js";
-import { count, milliseconds, node, refused, tokens } from "./dom.js";
+import { count, milliseconds, node, refused, tokens, vector } from "./dom.js";
 
 const SHOWN = 12; // batches
 const RATE_S = 3; // over which rates are measured
 const WRITE_MS = 500; // between two updates of the numbers, so that they can be read
 const RETRY_MS = 2000;
-const SVG = "http://www.w3.org/2000/svg";
 const LINE = 5; // height of a text in the picture of a batch, with the gap
 
 const find = (id) => document.getElementById(id);
@@ -32,17 +31,12 @@ function picture(batch) {
   const longest = Math.max(...batch.lengths);
   scale = Math.max(scale, longest);
   const height = batch.lengths.length * LINE - 1;
-  const svg = document.createElementNS(SVG, "svg");
   const about = `${count(batch.size, "text")} of ${batch.lengths.join(", ")} tokens`;
+  const shapes = { padding: `M0 0h${longest}v${height}h-${longest}z`, even: lines(batch, 0), odd: lines(batch, 1) };
+  const paths = Object.entries(shapes).map(([name, d]) => vector("path", { class: name, d }));
   const attributes = { viewBox: `0 0 ${scale} ${height}`, preserveAspectRatio: "none", role: "img", "aria-label": about };
-  for (const [name, value] of Object.entries(attributes)) svg.setAttribute(name, value);
+  const svg = vector("svg", attributes, ...paths);
   svg.style.height = `${height}px`;
-  for (const [name, d] of [["padding", `M0 0h${longest}v${height}h-${longest}z`], ["even", lines(batch, 0)], ["odd", lines(batch, 1)]]) {
-    const path = document.createElementNS(SVG, "path");
-    path.setAttribute("class", name);
-    path.setAttribute("d", d);
-    svg.append(path);
-  }
   return svg;
 }
 

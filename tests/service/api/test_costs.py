@@ -80,6 +80,7 @@ BODIES: Mapping[str, list[dict[str, Any]]] = {
         {"inputs": ["[MASK]"], "targets": ["a", TEXT]},
     ],
     "/embed-sparse": [{"inputs": [TEXT], "return_tokens": True}, {"inputs": [TEXT], "top_k": 3}],
+    "/attention": [{"inputs": [TEXT], "text_pair": [TEXT]}],
     "/tokenize": [{"inputs": [TEXT], "text_pair": [TEXT]}],
     "/detokenize": [{"ids": [IDS]}],
     "/v1/embeddings": [{"input": [TEXT], "model": "tasks"}, {"input": [IDS], "model": "tasks"}],
