@@ -120,7 +120,7 @@ bench: $(VENV)/.test ## Measure the service and ONNX Runtime without HTTP: table
 bench-revisions: $(VENV)/.test ## Compare the speed of this checkout with that of another one: make bench-revisions BEFORE=DIRECTORY
 	@$(RUN) -m benchmarks.revisions "$(BEFORE)" $(ARGS)
 
-bench-fleet: $(VENV)/.test ## Measure BUNDLE with repeated texts, cold models and two devices (minutes; ARGS="repeats hits" for some)
+bench-fleet: $(VENV)/.test ## Measure BUNDLE with repeated texts, cold models, two devices and 200 heads (minutes; ARGS="repeats hits" for some)
 	@$(RUN) -m benchmarks.fleet $(BUNDLE) $(ARGS)
 
 families: $(VENV)/.test ## Compare every family with transformers, batched with unbatched, packed with padded

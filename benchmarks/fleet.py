@@ -1,11 +1,12 @@
 """The goals of a fleet on one machine: repeated texts, cold models, and fair shares of several devices.
 
-    python -m benchmarks.fleet BUNDLE [repeats] [hits] [cold] [shares]
+    python -m benchmarks.fleet BUNDLE [repeats] [hits] [cold] [shares] [heads]
 
 - `repeats`: a trace with 37 % repeated texts, with `cache_mb` per without it, per processor second, without HTTP.
 - `hits`: the latency of a remembered result over HTTP, less that of the liveness check.
-- `cold`: 30 copies of BUNDLE within a budget for ten, under Zipf traffic, and the memory per that of ten resident ones.
+- `cold`: 100 copies of BUNDLE within a budget for ten, under Zipf traffic, relative to ten resident ones.
 - `shares`: the ratio of two API keys' throughputs on one device, and that on two devices per that on one.
+- `heads`: 200 heads on one encoder per one head: throughput and memory.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import asyncio
 import http.client
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,21 +22,24 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 
-from benchmarks.heads import memory_bytes
+from benchmarks.heads import heads, memory_bytes
 from benchmarks.lib import machine, processes, servers, traffic
+from service.core.bundle import hash_file
 from service.embedded import EmbeddedService
+from service.engines import proofs
 from service.keys import make_key, record
 from service.tasks.embedding import Embedding
 
 Figures = dict[str, float]
 PART, PARTS = 300, 10  # requests of a round, and rounds
-MODELS, BUDGET = 30, 10
+MODELS, BUDGET, REQUESTS, WARM = 100, 10, 200, 50
 KEYS = {name: make_key() for name in ("many", "few", "bulk")}
 
 
@@ -70,7 +75,9 @@ async def hits(bundle: Path, _: Path) -> Figures:
     with service(bundle, "--cache-mb", 16) as (port, _):
         client = http.client.HTTPConnection("127.0.0.1", port)
         body = {"inputs": "Ada drew a comet."}
-        pairs = [(call(client, "/embed", body), call(client, "/health/live")) for _ in range(2000)]
+        pairs = [
+            (call(client, "/embed", body)[0], call(client, "/health/live")[0]) for _ in range(2000)
+        ]
     return {"hit_minus_live_ms": median(hit - live for hit, live in pairs[100:])}
 
 
@@ -89,53 +96,97 @@ def service(*flags: object) -> Iterator[tuple[int, int]]:
 
 def call(
     client: http.client.HTTPConnection, path: str, body: object = None, key: str = ""
-) -> float:
-    """Send a request, and return its milliseconds."""
+) -> tuple[float, Any]:
+    """Send a request, and return its milliseconds and the response."""
     began, headers = time.perf_counter(), {"Content-Type": "application/json"}
     headers |= {"Authorization": f"Bearer {KEYS[key]}"} if key else {}
     client.request("POST" if body else "GET", path, json.dumps(body) if body else None, headers)
     with client.getresponse() as reply:
-        reply.read()
+        text = reply.read()
+        ms = 1000 * (time.perf_counter() - began)
         assert reply.status == 200, reply.status
-    return 1000 * (time.perf_counter() - began)
+    return ms, json.loads(text or "null")
 
 
 async def cold(bundle: Path, root: Path) -> Figures:
-    names, manifest = (
-        [f"m{n}" for n in range(MODELS)],
-        json.loads((bundle / "manifest.json").read_text()),
-    )
+    names = [f"m{n}" for n in range(MODELS)]
+    manifest = json.loads((bundle / "manifest.json").read_text())
     for name in names:
         (root / name).mkdir()
         for file in {*bundle.iterdir()} - {bundle / "manifest.json"}:
             os.link(file, root / name / file.name)
         (root / name / "manifest.json").write_text(json.dumps({**manifest, "name": name}))
-
-    def ask(name: str) -> float:
-        client = http.client.HTTPConnection("127.0.0.1", port)
-        return call(client, "/embed", {"inputs": "Ada", "model": name})
-
-    def memory() -> int:
-        return sum(memory_bytes(pid) for pid, _ in processes.members(root_pid))
-
-    with service(*(root / name for name in names[:BUDGET])) as (port, root_pid):
-        for name in names[:BUDGET] * 2:
-            ask(name)
-        resident = memory()
     opened = max(graph["memory"]["opened"] for graph in manifest["graphs"])
     flags = ("--models-dir", root, "--memory-budget", BUDGET * opened)
-    with service(*flags) as (port, root_pid), ThreadPoolExecutor(32) as clients:
-        for name in names:  # proves all
-            ask(name)
-        draw, asking = np.random.default_rng(7), []
-        for _ in range(200):
-            asking.append(clients.submit(ask, names[(draw.zipf(1.2) - 1) % MODELS]))
-            time.sleep(draw.exponential(0.25))
-        times = [one.result() for one in asking]
+    draw, waits = np.random.default_rng(7), list[tuple[bool, float]]()
+    popular = 1 / np.arange(1, MODELS + 1)  # Zipf's law
+
+    def ask(port: int, name: str) -> float:
+        client = http.client.HTTPConnection("127.0.0.1", port)
+        ms, reply = call(client, "/embed", {"inputs": "Ada", "model": name})
+        assert reply["model"].startswith(f"{name}@"), (name, reply["model"])
+        return ms
+
+    def ask_fleet(name: str) -> None:
+        client = http.client.HTTPConnection("127.0.0.1", fleet_port)
+        models = call(client, "/models")[1]["models"]
+        is_cold = any(name == model["name"] and model["state"] == "cold" for model in models)
+        waits.append((is_cold, ask(fleet_port, name)))
+
+    def until_answered(port: int, name: str) -> float:
+        began = time.perf_counter()
+        while True:
+            with suppress(AssertionError):
+                ask(port, name)
+                return 1000 * (time.perf_counter() - began)
+
+    def processor_ms(port: int, pid: int) -> float:
+        began = processes.cpu_s(pid)
+        for name in names[:BUDGET] * WARM:
+            ask(port, name)
+        return 1000 * (processes.cpu_s(pid) - began) / (BUDGET * WARM)
+
+    def memory(root_pid: int) -> int:
+        return sum(memory_bytes(pid) for pid, _ in processes.members(root_pid))
+
+    with service(*flags) as (fleet_port, _):
+        ask(fleet_port, names[0])
+    # The copies have the graph of the first, so its proof is theirs.
+    (proof,) = json.loads((root / proofs.FILE).read_text()).values()
+    copies = {
+        hash_file(root / name / "manifest.json"): {**proof, "files": proofs.identify(root / name)}
+        for name in names
+    }
+    (root / proofs.FILE).write_text(json.dumps(copies))
+    with (
+        service(*(root / name for name in names[:BUDGET])) as (port, pid),
+        service(*flags) as (fleet_port, fleet_pid),
+    ):
+        with ThreadPoolExecutor(32) as clients:
+            asking = []
+            for _ in range(REQUESTS):
+                asking.append(
+                    clients.submit(ask_fleet, draw.choice(names, p=popular / popular.sum()))
+                )
+                time.sleep(draw.exponential(0.25))
+            for one in asking:
+                one.result()
+        cold_ms = [ms for is_cold, ms in waits if is_cold]
+        for name in names[:BUDGET]:
+            ask(port, name), ask(fleet_port, name)
+        pairs = [(processor_ms(port, pid), processor_ms(fleet_port, fleet_pid)) for _ in range(3)]
+        memory_per_resident = memory(fleet_pid) / memory(pid)
+        inference = max(processes.members(fleet_pid), key=lambda own: memory_bytes(own[0]))[0]
+        os.kill(inference, signal.SIGKILL)
+        recovery_ms = until_answered(fleet_port, names[0])
         return {
-            "zipf_p50_ms": median(times),
-            "zipf_p99_ms": float(np.percentile(times, 99)),
-            "memory_per_resident": memory() / resident,
+            "cold_answers": len(cold_ms),
+            "cold_p50_ms": median(cold_ms),
+            "cold_p99_ms": float(np.percentile(cold_ms, 99)),
+            "warm_p50_ms": median(ms for is_cold, ms in waits if not is_cold),
+            "warm_throughput_per_resident": median(one / other for one, other in pairs),
+            "memory_per_resident": memory_per_resident,
+            "recovery_ms": recovery_ms,
         }
 
 
@@ -180,7 +231,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("bundle", type=Path)
-    parts = {part.__name__: part for part in (repeats, hits, cold, shares)}
+    parts = {part.__name__: part for part in (repeats, hits, cold, shares, heads)}
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(parts))
     options = parser.parse_args()
     found: dict[str, object] = {"machine": machine.describe()}
