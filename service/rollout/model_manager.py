@@ -236,9 +236,9 @@ class ModelManager:
                 "strikes": dict(self.device.strikes),
                 "proofs": dict(self.device.proofs.records),
             }
-            if now != reported:
+            if changed := {name: own for name, own in now.items() if reported.get(name) != own}:
                 reported = now
-                await self._report_resume(**now)
+                await self._report_resume(**changed)
 
     async def _report_resume(self, **state: object) -> None:
         await self._report({"resume": state})
@@ -361,6 +361,7 @@ class ModelManager:
         await self.device.pin(model.id)
         pinned = replace(model, reserved=0)
         self.models = tuple(pinned if m is model else m for m in self.models)
+        await self._report_models()
         return pinned
 
     async def _open_new(
@@ -509,7 +510,8 @@ class ModelManager:
             raise BadBundle(str(error)) from None
         finally:
             self._let_go_of({model.id: model for model in (*before, *models)})
-        await self._report_models()
+        if models is not before:
+            await self._report_models()
 
     async def _report_models(self) -> None:
         await self._report_resume(models=[*map(kept_of, self.models)])
