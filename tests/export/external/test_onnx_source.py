@@ -281,7 +281,7 @@ def test_a_requested_pooling(folder, out, tmp_path, capsys):
     assert_gives(made, "embedding", firsts(made))
     assert "cls" == made.manifest.heads["embedding"].pooling
     assert "assumed" not in capsys.readouterr().out
-    write_json(folder / "1_Pooling" / "config.json", {"pooling_mode": "mean"})
+    write_json(folder / "1_Pooling" / "config.json", {"pooling_mode_mean_tokens": True})
     assert 1 == main([str(folder), str(tmp_path / "other"), "--pooling", "cls"])
     assert "its files declare the pooling mean" in capsys.readouterr().err
 
@@ -321,14 +321,6 @@ def test_pooled_vectors_only(folder, out, capsys):
     assert_gives(made, "embedding", firsts(made))
     assert "none" == made.manifest.heads["embedding"].pooling
     assert "the graph pools its vectors itself" in capsys.readouterr().out
-
-
-def test_pooling_of_the_first_token(folder, out):
-    """`1_Pooling` says so."""
-    write_json(folder / "1_Pooling" / "config.json", {"pooling_mode_cls_token": True})
-    made = export(write(folder, "embedding"), out)
-    assert_gives(made, "embedding", firsts(made))
-    assert "cls" == made.manifest.heads["embedding"].pooling
 
 
 def weighted(rows: np.ndarray) -> np.ndarray:
