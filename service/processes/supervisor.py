@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import structlog
+from pydantic import SecretStr
 
 from service import liveness
 from service.core.device_places import Place
@@ -340,11 +341,16 @@ def startup_config(
     settings: Settings, resume: object, device: int = 0, devices: Sequence[Place] = ()
 ) -> bytes:
     places = [asdict(place) for place in devices]
-    return f"{settings.model_dump_json()}\n{json.dumps([resume, device, places])}\n".encode()
+    # JSON of settings has stars in the place of secrets.
+    key = settings.receipt_key.get_secret_value() if settings.receipt_key else None
+    shown = settings.model_dump_json(exclude={"receipt_key"})
+    return f"{shown}\n{json.dumps([resume, device, places, key])}\n".encode()
 
 
 def read_startup_config(config: bytes) -> StartupConfig:
-    settings, rest = config.splitlines()
-    resume, device, places = json.loads(rest)
+    text, rest = config.splitlines()
+    resume, device, places, key = json.loads(rest)
     devices = [Place(**place) for place in places]
-    return StartupConfig(Settings.model_validate_json(settings), resume, device, devices)
+    secret = {"receipt_key": SecretStr(key) if key else None}
+    settings = Settings.model_validate_json(text).model_copy(update=secret)
+    return StartupConfig(settings, resume, device, devices)

@@ -11,13 +11,14 @@ from time import monotonic
 
 import pytest
 
+from service.api.receipts import HEADER, unseal
 from service.keys import make_key, record
 from tests.e2e.conftest import Server, serving, until
 from tests.e2e.test_processes import children
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-KEY, PLAIN = make_key(), make_key()
+KEY, PLAIN, SIGNING = make_key(), make_key(), make_key()
 HEAD = "POST /embed HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n{}\r\n"
 BODY = {"inputs": "Ada drew a comet."}
 
@@ -32,6 +33,7 @@ def locked(
     flags = ["--metrics-port", "0", "--http-workers", request.param, "--api-keys", keys]
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("QUARTET_API_KEY", PLAIN)
+        monkeypatch.setenv("QUARTET_RECEIPT_KEY", SIGNING)
         with serving(tiny_bundle, *flags) as server:
             yield server
 
@@ -49,10 +51,15 @@ def metrics(server: Server) -> Server:
     ("key", "tenant"), [(KEY, "filed"), (PLAIN, "default")], ids=["of a file", "of a variable"]
 )
 def test_a_key_opens_every_process(locked, key, tenant):
-    """Keys of a file and of a variable reach all processes, but no command line; the log has only names of keys."""
+    """Keys of a file and of a variable reach all processes, but no command line; the log has only names of keys.
+
+    All processes sign receipts.
+    """
     headers = {"Authorization": f"Bearer {key}"}
-    statuses = [locked.post("/embed", BODY, headers).status for _ in range(20)]
-    assert [200] * 20 == statuses
+    headers[HEADER] = "1"
+    replies = [locked.post("/embed", BODY, headers) for _ in range(20)]
+    assert [200] * 20 == [reply.status for reply in replies]
+    assert all(unseal(reply.headers[HEADER.lower()], SIGNING)[1] for reply in replies)
     assert 401 == locked.post("/embed", BODY).status
     until(lambda: any(f'"tenant":"{tenant}"' in line for line in locked.log))
     assert not any(key in line for line in locked.log)

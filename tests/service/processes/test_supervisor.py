@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import pytest
+from pydantic import SecretStr
 
 from service import liveness
 from service.keys import Key, load_keys
@@ -119,6 +120,13 @@ async def test_a_child_that_takes_no_order_is_ended():
     main._send(frontend[0], DRAIN)
     assert frontend[0].process.killed
     close(frontend)
+
+
+def test_the_key_of_receipts_reaches_children():
+    """As it is, not with stars in its place."""
+    settings = Settings(receipt_key=SecretStr("a-key-of-sixteen-letters"))
+    config = supervisor.startup_config(settings, None)
+    assert settings == supervisor.read_startup_config(config).settings
 
 
 async def test_new_keys_reach_children_of_now_and_later():
