@@ -21,7 +21,8 @@ from service.tasks.fields import (
 from service.tasks.source_texts import scores_of_texts, with_source
 
 INLINE_WEIGHTS = 2**18  # of the vocabulary for all texts, which the event loop decodes
-WEIGHT_BYTES = 36  # of an id and a weight in JSON, as the longest of our APIs writes them
+# Of {"index":250002,"value":1.4012984643248171e-45} with its comma, the longest form in our APIs.
+WEIGHT_BYTES = 48
 
 
 class SparseEmbedding(Inputs, Windowed):
