@@ -112,21 +112,19 @@ def parse_tokenizer(data: bytes) -> tokenizers.Tokenizer:
 
 
 @contextmanager
-def tokenizer_errors(
-    message: str, failure: type[Exception] = ValueError, *, panics_only: bool = False
-) -> Iterator[None]:
-    """Raise `failure` with a message for each error of the library, which has no error class of its own.
-
-    panics_only: for panics of its Rust code, a class that cannot be imported and is no Exception
-    """
+def tokenizer_errors(message: str) -> Iterator[None]:
+    """Raise ValueError with a message for each error of the library, which has no error class of its own."""
     try:
         yield
     except BaseException as error:  # tokenizers raises Exception itself
-        if type(error).__name__ != "PanicException" and (
-            panics_only or not isinstance(error, Exception)
-        ):
+        if not isinstance(error, Exception) and not is_panic(error):
             raise
-        raise failure(f"{message}: {error}") from None
+        raise ValueError(f"{message}: {error}") from None
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return whether an error is of the library's Rust code, a class that cannot be imported and is no Exception."""
+    return type(error).__name__ == "PanicException"
 
 
 def _plain(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:

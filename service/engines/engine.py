@@ -12,7 +12,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from service.core.bundle import BundleTexts
 from service.core.cpu import CPU
-from service.core.encode import Cut, Encoded, Encoder, TextError, tokenizer_errors
+from service.core.encode import Cut, Encoded, Encoder, TextError, is_panic
 from service.core.manifest import EMBEDDING_FIELDS, Head, Manifest, Task
 from service.core.state_heads import output_name
 from service.engines.device import Device, RunsOn
@@ -549,9 +549,13 @@ def _work(
 
 def _without_panic(work: Callable[[], W]) -> W:
     """Return the result of work on texts. Raises InferenceFailed where the tokenizer's Rust code panics."""
-    message = "the tokenizer of the model fails on a text"
-    with tokenizer_errors(message, InferenceFailed, panics_only=True):
+    try:
         return work()
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        message = f"the tokenizer of the model fails on a text: {error}"
+        raise InferenceFailed(message) from None
 
 
 def _encode_part(plan: TaskPlan[C, Any], part: slice, isolate: bool) -> EncodedPart[C]:
