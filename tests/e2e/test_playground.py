@@ -130,10 +130,15 @@ def test_attention_is_drawn(browser, masked_url):
     page.goto(masked_url)
     expect(page.locator("#model")).to_be_enabled()
     weights = run(page, "attention", inputs="the ferry was late")["results"][0]["weights"]
-    page.select_option("#attention .results select", value="2")
+    page.select_option("#attention .results select", index=3)
     page.locator("#attention .attention ol").first.locator("button").nth(1).press("Enter")
     drawn = [float(one.get_attribute("opacity")) for one in page.locator("#attention line").all()]
     assert pytest.approx(drawn) == [own**0.7 for own in weights[2][1] if own >= 0.01]
+    heights = [
+        page.locator(f"#attention .attention {of}").first.bounding_box()["height"]
+        for of in ("ol", "svg")
+    ]
+    assert heights[0] == pytest.approx(heights[1], abs=1)
     expect(page.locator("#attention .results .summary")).to_contain_text("attends most to")
     page.evaluate(folder.joinpath("axe.min.js").read_text())
     found = page.evaluate("axe.run('#attention')")["violations"]

@@ -10,6 +10,7 @@ export function showAttention({ results: [{ tokens, weights }] }) {
   const heads = weights.map((_, index) => node("option", { value: index }, `${index + 1}`));
   const head = node("select", {}, node("option", { value: "" }, "mean of all"), ...heads);
   const lines = vector("svg", { viewBox: `0 0 1 ${tokens.length}`, preserveAspectRatio: "none", "aria-hidden": true });
+  lines.style.height = `${1.75 * tokens.length}rem`; // of the rows in style.css
   const summary = node("p", { className: "summary" });
   let chosen = []; // a side and a token's index; empty for all tokens
   const columns = [0, 1].map((side) => tokens.map((token, index) => {
