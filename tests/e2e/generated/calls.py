@@ -24,6 +24,7 @@ from quartet_client.api.service import live, metrics, ready
 from quartet_client.api.service import models as served
 from quartet_client.api.tasks import (
     analyze,
+    attention,
     classify,
     detokenize,
     embed,
@@ -105,6 +106,8 @@ def call_tasks(client: AuthenticatedClient) -> None:
     assert two_masks
     assert isinstance(two_masks[0], list)
     assert 2 == len(one_mask) == len(two_masks)
+    drawn = models.AttentionRequest(inputs=[TEXT], model="masked")
+    assert 1 == len(good(attention.sync(client=client, body=drawn)).results)
 
 
 def call_more_tasks(client: AuthenticatedClient) -> None:
