@@ -61,7 +61,7 @@ def essence(answer: Sequence[Any]) -> object:
         case [[TokenScore(), *_], *_]:
             return [tokens[0].token for tokens in answer]  # of each mask token
         case _:
-            return [one._replace(score=0.0) for one in answer]
+            return [tuple(one._replace(score=0.0)) for one in answer]
 
 
 def distance(one: Any, other: Any) -> float:
@@ -145,8 +145,12 @@ def _numbers(result: Any) -> Iterator[tuple[NDArray[Any] | None, NDArray[Any]]]:
         yield result.indices, result.values
     else:
         if not isinstance(result, np.ndarray):
-            listed = [result] if isinstance(result, float) else sorted(_scores(result))
-            result = np.array([own if isinstance(own, float) else own[1] for own in listed])
+            listed = (
+                [result]
+                if isinstance(result, float)
+                else [own for _, own in sorted(_scores(result))]
+            )
+            result = np.array(listed, np.float32)
         yield None, result.ravel()
 
 
@@ -155,6 +159,8 @@ def _scores(result: Sequence[Any]) -> Iterator[tuple[str, float]]:
     for one in result:
         if isinstance(one, list):
             yield from _scores(one)
+        elif isinstance(one, LabelScore):
+            yield one
         else:
             yield str(one._replace(score=0.0)), one.score
 
