@@ -22,7 +22,7 @@ from service.core.encode import Encoder
 def average(
     first: EncoderWithHeads, second: EncoderWithHeads, share: float, of_heads: Mapping[str, float]
 ) -> None:
-    """Move the weights of `first` to `1 - share` of them plus `share` of those of `second`.
+    """Set each weight of `first` to its weighted mean with `second`, in which `second` has the weight `share`.
 
     of_heads: another share of some heads, by name
     Raises ValueError where only one of the models has a tensor.

@@ -93,7 +93,7 @@ def test_the_service_runs_from_the_wheel(commands, tmp_path, workers, shadowed):
 
     manifest = json.loads((ROOT / BUNDLE / "manifest.json").read_text(encoding="utf-8"))
     assert f"{manifest['name']}@{manifest['version']}" == answer["model"]
-    assert {"positive", "negative"} == {label["label"] for label in answer["results"][0]}
+    assert {"positive", "neutral", "negative"} == {label["label"] for label in answer["results"][0]}
 
 
 def test_commands_name_themselves_in_their_help(commands, tmp_path):

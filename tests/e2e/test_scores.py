@@ -20,7 +20,7 @@ def test_a_service_describes_its_heads_as_the_reader_of_rows_needs_them(mini_url
         "answers": "qa",
         "embeddings": "embedding",
     }
-    assert ["negative", "positive"] == list(heads["sentiment"].labels)
+    assert ["negative", "neutral", "positive"] == list(heads["sentiment"].labels)
 
 
 def test_requests_of_a_sender_are_answered_in_order(mini_url):

@@ -633,7 +633,7 @@ def test_refused_provenance(text, said, tiny_checkpoint, tmp_path, assert_refuse
 def test_shipped_provenance_is_the_lock_s():
     """The shipped bundle has the data sets that its provenance file names, with the terms in the lock."""
     shipped = bundle.load(ROOT / "bundles" / "quartet-mini").manifest.provenance
-    told = read_metadata(ROOT / "model" / "configs" / "distilled-provenance.toml")["provenance"]
+    told = read_metadata(ROOT / "model" / "configs" / "everyday-provenance.toml")["provenance"]
     alike = {"name", "terms", "commercial_use", "used_for"}
     assert len(told["datasets"]) > 5
     assert [data.model_dump(include=alike) for data in shipped.datasets] == [

@@ -31,7 +31,7 @@ export const EXAMPLES = {
   },
   answers: {
     "A lighthouse": {
-      question: "When was the lamp lit by electricity for the first time?",
+      question: "When did electricity arrive?",
       context: "The lighthouse at Saint Orlan was finished in 1861 after nine years of work on the reef. It burned whale oil at first and paraffin from 1874. Electricity came in 1923, by a cable from the mainland, and the last keeper left his post in 1987.",
     },
     "A bridge": {

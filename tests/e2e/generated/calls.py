@@ -1,4 +1,4 @@
-"""Every call of the native API, and those of OpenAI's, by generated code: `calls.py URL CLIENT_KEY ADMIN_KEY`.
+"""Calls of the native API and of OpenAI's API by generated code: `calls.py URL CLIENT_KEY ADMIN_KEY`.
 
 tests/e2e/test_generated_clients.py generates `quartet_client` and `quartet_models`, and runs this next to them.
 """

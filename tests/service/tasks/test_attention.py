@@ -1,4 +1,4 @@
-"""Attention weights equal those of transformers, and other models and longer texts are refused with the reason."""
+"""Attention weights equal transformers'; other models and longer texts are refused with the reason."""
 
 import asyncio
 import time
