@@ -57,6 +57,7 @@ from service.api.schemas import (
 )
 from service.core.decode import (
     AnswerSpan,
+    AttentionMap,
     EntitySpan,
     LabelScore,
     SparseVector,
@@ -67,7 +68,6 @@ from service.core.manifest import Task
 from service.engines.engine import Reply
 from service.middleware.request_context import context_of
 from service.observability.metrics import CONTENT_TYPE
-from service.tasks.attention import AttentionMap
 from service.tasks.question_answering import QaOptions, QuestionAnswering
 from service.tasks.reranking import Ranked, Ranking, make_ranking, rank
 

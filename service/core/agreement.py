@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from service.core.decode import AnswerSpan, LabelScore, SparseVector, TokenScore, sparse_products
+from service.core.decode import (
+    AnswerSpan,
+    AttentionMap,
+    LabelScore,
+    SparseVector,
+    TokenScore,
+    sparse_products,
+)
 from service.core.goldens import cosine
 
 CLOSE = 0.99  # two vectors with at least this cosine count as the same result
@@ -54,6 +61,8 @@ def _same_integers(one: NDArray[Any], other: NDArray[Any]) -> bool:
 def essence(answer: Sequence[Any]) -> object:
     """Return a result without its scores."""
     match answer:
+        case AttentionMap(tokens, _):
+            return tokens
         case [LabelScore(label, _), *_]:
             return label
         case [AnswerSpan(text, _, start, end), *_]:
@@ -70,6 +79,8 @@ def distance(one: Any, other: Any) -> float:
     Vectors have the length of their difference divided by the length of the first; labels the largest difference of
     a score; spans that too, and the share of spans that only one has. Scores above 1 are divided by the largest one.
     """
+    if isinstance(one, AttentionMap):
+        one, other = one.weights, other.weights
     if isinstance(one, SparseVector):
         ids = np.union1d(one.indices, other.indices)
         one, other = (_dense(sparse, ids) for sparse in (one, other))
@@ -144,6 +155,8 @@ def _numbers(result: Any) -> Iterator[tuple[NDArray[Any] | None, NDArray[Any]]]:
     elif isinstance(result, SparseVector):
         yield result.indices, result.values
     else:
+        if isinstance(result, AttentionMap):
+            result = result.weights
         if not isinstance(result, np.ndarray):
             listed = (
                 [result]

@@ -566,6 +566,13 @@ def maxsim(query: Floats, documents: Sequence[Floats], *, mean: bool) -> list[fl
     return found
 
 
+class AttentionMap(NamedTuple):
+    """The n tokens of an input, and the weights of N heads, `[N, n, n]`. Each row (a query's weights) sums to one."""
+
+    tokens: list[str]
+    weights: Floats
+
+
 class SparseVector(NamedTuple):
     """The weights above 0 of a text's tokens: `[n]` ids of the vocabulary in rising order, `[n]` weights."""
 

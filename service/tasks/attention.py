@@ -1,11 +1,11 @@
 """Attention weights: how much each token of a text attends to each other token, in the heads of one layer."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
-from service.core.decode import Floats
+from service.core.decode import AttentionMap, Floats
 from service.core.encode import Encoded, TextError
 from service.core.manifest import ATTENTION, MOST_ATTENDED
 from service.engines.engine import Engine
@@ -13,13 +13,6 @@ from service.engines.task_plan import NUMBER_BYTES, SCORED_BYTES, TaskPlan, char
 from service.errors import InvalidInput, UnknownHead
 from service.scheduling.entries import Heads
 from service.tasks.fields import AtLeastOne, Inputs, Texts, check_aligned
-
-
-class AttentionMap(NamedTuple):
-    """The n tokens of an input, and the weights of N heads, `[N, n, n]`. Each row (a query's weights) sums to one."""
-
-    tokens: list[str]
-    weights: Floats
 
 
 class Attention(Inputs):

@@ -131,7 +131,7 @@ def mini_server(mini_bundle: Path) -> Iterator[Any]:
 
 
 def other_labels(server: Any, body: Any) -> Any:
-    names = {"negative": "positive", "positive": "negative"}
+    names = {"negative": "positive", "positive": "negative", "neutral": "neutral"}
     [found] = server.answer("/classify", body)["results"]
     return [{**one, "label": names[one["label"]]} for one in found]
 

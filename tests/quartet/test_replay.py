@@ -34,6 +34,7 @@ BODIES: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["Who?", TEXT, "b"],
     ),
     "/analyze": ({"inputs": TEXT}, [TEXT]),
+    "/attention": ({"inputs": TEXT, "layer": 1}, [TEXT]),
     "/tei/embed": ({"inputs": [TEXT], "truncate": True}, [TEXT]),
     "/v1/embeddings": ({"input": [TEXT], "model": "tiny"}, [TEXT]),
 }
@@ -58,13 +59,14 @@ def run(monkeypatch: Any, capsys: Any, *arguments: Any) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_an_answer_is_made_again(path, tiny_bundle):
+async def test_an_answer_is_made_again(path, tiny_bundle, masked_bundle):
     """From the receipt and the texts, which the receipt does not have."""
     body, texts = BODIES[path]
-    old, is_signed = receipts.unseal(await get(tiny_bundle, path, body), "")
+    bundle = masked_bundle if path == "/attention" else tiny_bundle
+    old, is_signed = receipts.unseal(await get(bundle, path, body), "")
     assert is_signed is None
     assert "Ada" not in json.dumps(old)
-    new = await replay.answer_again(tiny_bundle, old, texts, "")
+    new = await replay.answer_again(bundle, old, texts, "")
     lines, is_equal = replay.compare(old, new)
     assert is_equal, lines
     assert [] == [line for line in lines if "DIFFERENT" in line or "now" in line]

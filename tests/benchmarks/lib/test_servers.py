@@ -72,7 +72,7 @@ def test_quartet(mini_bundle, tmp_path):
         assert 0 < start_s < 60
 
     assert 288 == len(found["embed"])
-    assert {"positive", "negative"} == {one["label"] for one in found["classify"]}
+    assert {"positive", "neutral", "negative"} == {one["label"] for one in found["classify"]}
     assert found["ner"]
     assert process.returncode is not None
 
