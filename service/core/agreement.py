@@ -154,17 +154,14 @@ def _numbers(result: Any) -> Iterator[tuple[NDArray[Any] | None, NDArray[Any]]]:
         return
     elif isinstance(result, SparseVector):
         yield result.indices, result.values
-    else:
-        if isinstance(result, AttentionMap):
-            result = result.weights
-        if not isinstance(result, np.ndarray):
-            listed = (
-                [result]
-                if isinstance(result, float)
-                else [own for _, own in sorted(_scores(result))]
-            )
-            result = np.array(listed, np.float32)
+    elif isinstance(result, AttentionMap):
+        yield None, result.weights.ravel()
+    elif isinstance(result, np.ndarray):
         yield None, result.ravel()
+    elif isinstance(result, float):
+        yield None, np.array([result], np.float32)
+    else:
+        yield None, np.array([score for _, score in sorted(_scores(result))], np.float32)
 
 
 def _scores(result: Sequence[Any]) -> Iterator[tuple[str, float]]:
