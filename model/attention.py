@@ -208,17 +208,17 @@ def split_heads(slots: Tensor, num_heads: int) -> Tensor:
 
 def _slots(x: Inputs) -> list[Tensor]:
     """Return queries, keys and values in slots, `[B, S, ND]` each: heads of keys and values are repeated."""
-    q, *rest = (to_slots(part, x.layout) for part in (x.q, x.k, x.v))  # [B, S, ND], [B, S, KD]
-    return [q, *(_repeat_heads(part, x) for part in rest)]
+    parts = (x.q, _repeat_heads(x.k, x), _repeat_heads(x.v, x))  # [T, ND] each
+    return [to_slots(part, x.layout) for part in parts]
 
 
 def _repeat_heads(part: Tensor, x: Inputs) -> Tensor:
-    """`[..., KD]` -> `[..., ND]`"""
+    """`[T, KD]` -> `[T, ND]`"""
     if x.num_key_heads == x.num_heads:
         return part
-    heads = part.unflatten(-1, (x.num_key_heads, 1, -1))  # [..., K, 1, D]
+    heads = part.unflatten(-1, (x.num_key_heads, 1, -1))  # [T, K, 1, D]
     times = x.num_heads // x.num_key_heads
-    return heads.expand(*[-1] * part.dim(), times, -1).flatten(-3)  # [..., ND]
+    return heads.expand(-1, -1, times, -1).flatten(1)  # [T, ND]
 
 
 def _heads(x: Inputs) -> list[Tensor]:

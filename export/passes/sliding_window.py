@@ -8,6 +8,7 @@ B sequences, S longest, T tokens, N heads, D head size, n blocks of a sequence, 
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import onnx
 from onnx import NodeProto, helper, inliner, parser
@@ -17,13 +18,13 @@ from export.passes.graph_utils import attribute, producers, replace_nodes, with_
 
 BLOCK = 128  # L of long sequences
 SHORT = 512  # slots of a sequence that is one block
-MARK = "reach "  # begins the doc_string of a node whose attention has a window, before the tokens on each side
+MARK = "reach "  # begins the doc_string of a node whose attention has a window, before the tokens on a side
 # queries [B * n, L] and keys [B * n, K]: indices of tokens; mask [B * n, K]: 1 where a key has a token
 # bias [1, 1, L, K]; back [T]: the place of each token in the blocks
 # The Identity ends first-token pruning: the scalars that it depends on have no rows of tokens.
 BLOCKS = """
     <domain: "window", opset_import: ["": 20]>
-    Blocks <reach: int, block: int, short: int> (unpack, lengths, pack) => (queries, keys, mask, bias, back)
+    Blocks <reach: int, ahead: int, block: int, short: int> (unpack, lengths, pack) => (queries, keys, mask, bias, back)
     {
         zero = Constant <value = int64 {0}> ()
         one = Constant <value = int64 {1}> ()
@@ -35,16 +36,18 @@ BLOCKS = """
         hidden = Constant <value_float = -32752.0> ()
         most = Constant <value_int: int = @short> ()
         part = Constant <value_int: int = @block> ()
-        around = Constant <value_int: int = @reach> ()
+        before = Constant <value_int: int = @reach> ()
+        after = Constant <value_int: int = @ahead> ()
         row = Shape <start = 1> (unpack)
         slots = Squeeze (row)
         is_long = Greater (slots, most)
         size = Where (is_long, part, slots)
-        halo = Where (is_long, around, zero)
+        halo = Where (is_long, before, zero)
+        rest = Where (is_long, after, zero)
         enough = Add (slots, size)
         filled = Sub (enough, one)
         count = Div (filled, size)
-        halos = Add (halo, halo)
+        halos = Add (halo, rest)
         width = Add (size, halos)
         columns = Range (zero, size, one)
         places = Range (zero, width, one)
@@ -74,8 +77,10 @@ BLOCKS = """
         mask = Cast <to = 6> (keys_of_block)
         rows = Unsqueeze (columns, second)
         distances = Sub (offsets, rows)
-        apart = Abs (distances)
-        is_far = Greater (apart, around)
+        low = Neg (before)
+        is_far_before = Less (distances, low)
+        is_far_after = Greater (distances, after)
+        is_far = Or (is_far_before, is_far_after)
         far = Cast <to = 1> (is_far)
         scores = Mul (far, hidden)
         bias = Unsqueeze (scores, outer)
@@ -94,20 +99,20 @@ def lower_windows(model: onnx.ModelProto) -> None:
     graph = model.graph
     made = producers(graph)
     windows = {node.output[0]: window for node in graph.node if (window := _find(node, made))}
-    reaches = {reach: f"window.{reach}" for reach, _ in windows.values()}
-    if not reaches:
+    names = {around: f"window.{around[0]}.{around[1]}" for around, _ in windows.values()}
+    if not names:
         return
     readers = {node.input[0]: node for node in graph.node if node.op_type in ("Reshape", "Gather")}
     # The index of tokens among the slots of blocks, by the output of the Gather.
     back: dict[str, str] = {}
-    for output, (reach, _) in windows.items():
+    for output, (around, _) in windows.items():
         gather = readers[readers[output].output[0]]
-        back[gather.output[0]] = f"{reaches[reach]}.back"
-    nodes = [node for reach, name in reaches.items() for node in _blocks(reach, name)]
+        back[gather.output[0]] = f"{names[around]}.back"
+    nodes = [node for around, name in names.items() for node in _blocks(*around, name)]
     for node in graph.node:
         if node.output[0] in windows:
-            reach, tokens = windows[node.output[0]]
-            nodes += _attend(node, reaches[reach], tokens)
+            around, tokens = windows[node.output[0]]
+            nodes += _attend(node, names[around], tokens)
         elif node.output[0] in back:
             nodes.append(with_inputs(node, [node.input[0], back[node.output[0]]]))
         else:
@@ -118,19 +123,19 @@ def lower_windows(model: onnx.ModelProto) -> None:
 
 def _find(
     node: NodeProto, made: dict[str, NodeProto]
-) -> tuple[int, list[tuple[str, NodeProto | None]]] | None:
-    """Return the reach of a marked attention, and the tokens of its queries, keys and values; None for others.
+) -> tuple[tuple[int, int], list[tuple[str, NodeProto | None]]] | None:
+    """Return the tokens before and after a query that a marked attention reaches, and its tokens; None for others.
 
-    Tokens are a value, or an output of a Split of it.
+    Its tokens are those of queries, keys and values: a value, or an output of a Split of it.
     """
     if node.op_type != "MultiHeadAttention" or not node.doc_string.startswith(MARK):
         return None
-    is_causal = attribute(node, "unidirectional")
     tokens = [_tokens(name, made) for name in node.input[:3]]
     found = [one for one in tokens if one is not None]
-    if is_causal or len(found) < len(tokens):
+    if len(found) < len(tokens):
         return None
-    return int(node.doc_string.removeprefix(MARK)), found
+    reach = int(node.doc_string.removeprefix(MARK))
+    return (reach, 0 if attribute(node, "unidirectional") else reach), found
 
 
 def _tokens(name: str, made: dict[str, NodeProto]) -> tuple[str, NodeProto | None] | None:
@@ -159,17 +164,20 @@ def _attend(
         index = f"{name}.{'keys' if inputs else 'queries'}"
         inputs.append(f"{place}.blocks")
         yield helper.make_node("Gather", [parts.get(place, value), index], inputs[-1:])
-    yield with_inputs(node, [*inputs, "", f"{name}.mask", f"{name}.bias"])
+    attention = with_inputs(node, [*inputs, "", f"{name}.mask", f"{name}.bias"])
+    # The bias has the causal mask.
+    for found in [one for one in attention.attribute if one.name == "unidirectional"]:
+        attention.attribute.remove(found)
+    yield attention
 
 
-def _blocks(reach: int, name: str) -> Iterator[NodeProto]:
+def _blocks(reach: int, ahead: int, name: str) -> Iterator[NodeProto]:
     """Yield the nodes that compute the indices, the mask and the bias of a window."""
     outputs = [f"{name}.{part}" for part in ("queries", "keys", "mask", "bias", "back")]
-    short = max(SHORT, 2 * (BLOCK + 2 * reach))
+    short = max(SHORT, 2 * (BLOCK + reach + ahead))
     inputs = ["unpack", "lengths", "pack"]
-    call = helper.make_node(
-        "Blocks", inputs, outputs, domain="window", reach=reach, block=BLOCK, short=short
-    )
+    sizes: dict[str, Any] = {"reach": reach, "ahead": ahead, "block": BLOCK, "short": short}
+    call = helper.make_node("Blocks", inputs, outputs, domain="window", **sizes)
     function = parser.parse_function(BLOCKS)
     opsets = [helper.make_opsetid("", 20), helper.make_opsetid("window", 1)]
     graph = helper.make_graph([call], name, [], [])
