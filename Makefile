@@ -189,6 +189,6 @@ $(VENV)/.audit: $(VENV)/.python
 $(VENV)/.test: $(VENV)/.serve
 	@echo "Installing the requirements of training, export and tests (some minutes; torch is large)"
 	@$(RUN) deploy/requirements.py $(DEVICE) grpc otel train docs test > $(VENV)/test.txt
-	@$(PIP) install --constraint constraints.txt --requirement $(VENV)/test.txt
+	@$(PIP) install --no-compile --constraint constraints.txt --requirement $(VENV)/test.txt
 	@$(PIP) install --no-deps --upgrade --target $(VENV)/compose docker-compose==1.29.2
 	@touch $@

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,10 +61,20 @@ class Environment:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         python, requirements = str(self.folder / "bin" / "python"), str(self.requirements)
+        pip = (sys.executable, "-m", "pip")
         with log.open("w", encoding="utf-8") as output:
             for command in (
-                [sys.executable, "-m", "venv", str(self.folder)],
-                [python, "-m", "pip", "install", "--no-input", "--requirement", requirements],
+                [sys.executable, "-m", "venv", "--without-pip", str(self.folder)],
+                [
+                    *pip,
+                    "--python",
+                    python,
+                    "install",
+                    "--no-input",
+                    "--no-compile",
+                    "--requirement",
+                    requirements,
+                ],
             ):
                 ended = subprocess.run(
                     command, stdout=output, stderr=subprocess.STDOUT, check=False
@@ -92,15 +103,18 @@ def reason(log: Path) -> str:
 
 
 def build_all(environments: Iterable[Environment]) -> bool:
-    """Build environments, and print why one cannot be built. Returns whether all are up to date."""
-    complete = True
-    for environment in environments:
+    """Build environments, two at once, and print why one cannot be built. Returns whether all are up to date."""
+
+    def is_built(environment: Environment) -> bool:
         try:
             environment.build()
         except Unavailable as error:
             print(f"{environment.name}: skipped, {error}", flush=True)
-            complete = False
-    return complete
+            return False
+        return True
+
+    with ThreadPoolExecutor(2) as pool:
+        return all([*pool.map(is_built, environments)])
 
 
 # -- peers ----------------------------------------------------------------------------------------
