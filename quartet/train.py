@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
         "file",
         metavar="FILE",
         help=".csv, .tsv, .jsonl, .json, .parquet or .conll, with the usual columns: text and label; tokens and tags; "
-        "question, context and answers; or anchor and positive. FILE?text=COLUMN&label=COLUMN names other columns",
+        "question, context and answers; or anchor and positive. 'FILE?text=COLUMN&label=COLUMN' names other columns",
     )
     parser.add_argument(
         "--task", choices=TASKS, help="task of the rows; by default found from the columns"
@@ -142,5 +142,5 @@ def find_task(file: str) -> str:
     lines = [f"{file} has rows of no task:"]
     lines += [f"{task}: {reasons[task]}" for task in reversed(TASKS)]
     raise ValueError(
-        "\n  ".join(lines) + f"\nNames of other columns: {file}?text=COLUMN&label=COLUMN"
+        "\n  ".join(lines) + f"\nNames of other columns: '{file}?text=COLUMN&label=COLUMN'"
     )
