@@ -61,20 +61,11 @@ class Environment:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         python, requirements = str(self.folder / "bin" / "python"), str(self.requirements)
-        pip = (sys.executable, "-m", "pip")
+        pip = [sys.executable, "-m", "pip", "--python", python]
         with log.open("w", encoding="utf-8") as output:
             for command in (
                 [sys.executable, "-m", "venv", "--without-pip", str(self.folder)],
-                [
-                    *pip,
-                    "--python",
-                    python,
-                    "install",
-                    "--no-input",
-                    "--no-compile",
-                    "--requirement",
-                    requirements,
-                ],
+                [*pip, "install", "--no-input", "--no-compile", "--requirement", requirements],
             ):
                 ended = subprocess.run(
                     command, stdout=output, stderr=subprocess.STDOUT, check=False
