@@ -101,7 +101,7 @@ def test_a_flood_of_large_batches_stays_within_the_limit(mini_bundle, cgroup, co
         with ThreadPoolExecutor(CLIENTS) as clients:
             statuses = set().union(*clients.map(partial(send, server), range(CLIENTS)))
         assert server.get("/health/ready").status == 200
-    assert {200} <= statuses <= {200, 429, 504}  # 504: a slow machine computes some texts too late
+    assert {200} <= statuses <= {200, 429}
     assert [0] == [*read_kills(cgroup)]
     need = next(int(found[1]) for line in server.log if (found := NEED.search(line)))
     peak = MemoryLimit(0, cgroup).peak
