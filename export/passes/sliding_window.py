@@ -124,9 +124,9 @@ def lower_windows(model: onnx.ModelProto) -> None:
 def _find(
     node: NodeProto, made: dict[str, NodeProto]
 ) -> tuple[tuple[int, int], list[tuple[str, NodeProto | None]]] | None:
-    """Return the tokens before and after a query that a marked attention reaches, and its tokens; None for others.
+    """Return the tokens before and after a query that a marked attention reaches, and its inputs; None for others.
 
-    Its tokens are those of queries, keys and values: a value, or an output of a Split of it.
+    An input (queries, keys or values) is a value, or an output of a Split of it.
     """
     if node.op_type != "MultiHeadAttention" or not node.doc_string.startswith(MARK):
         return None
