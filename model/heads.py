@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from model.attention import PackedLayout, real_slots, to_slots
+from model.attention import PackedLayout, real_slots, split_heads, to_slots
 from model.bert import ACTIVATIONS, MaskedLM, NextSentence, Pooler
 from model.config import BertConfig
 from model.families.registry import family_of
@@ -305,7 +305,8 @@ class LabelScoring(NamedTuple):
     pooling: of the whole sequence, see `POOLINGS`
     averages: whether a label's vector is the mean from its token to the next label, or to the end of the sequence
     after: tokens from the one before a label to the one where its vector begins: 0 or 1
-    has_factors: whether two layers compute the scores, otherwise products of vectors
+    scorer: what computes the scores: products of vectors (`simple`), or layers of one of gliclass's other kinds
+    heads, inner: of the attention and the layers of the scorer `cross-attn`
     normalizes: whether vectors have length 1, and their products a trained scale
     has_segments: whether the tokens from the separator on are another segment for the encoder
     """
@@ -314,9 +315,49 @@ class LabelScoring(NamedTuple):
     activation: str = "gelu"
     averages: bool = False
     after: int = 0
-    has_factors: bool = False
+    scorer: str = "simple"
+    heads: int = 16
+    inner: int = 1024
     normalizes: bool = False
     has_segments: bool = False
+
+
+def _score_layers(width: int, inner: int, activation: type[nn.Module]) -> nn.Sequential:
+    """`[..., 2 H]` -> `[..., 1]`."""
+    first, second = nn.Linear(2 * width, inner), nn.Linear(inner, inner // 2)
+    return nn.Sequential(first, activation(), second, activation(), nn.Linear(inner // 2, 1))
+
+
+class LayerScores(nn.Module):
+    """Logits that three layers compute from the vectors of a text and of a label."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.mlp = _score_layers(width, 256, nn.ReLU)
+
+    def forward(self, texts: Tensor, labels: Tensor, real: Tensor) -> Tensor:
+        """`[B, 1, H]` and `[B, C, H]` -> `[B, C, 1]`."""
+        return self.mlp(torch.cat([texts.expand_as(labels), labels], dim=-1))
+
+
+class CrossScores(nn.Module):
+    """Logits that three layers compute from the vector of a label and its attention to all tokens."""
+
+    def __init__(self, width: int, heads: int, inner: int):
+        super().__init__()
+        self.heads = heads
+        self.q_norm, self.kv_norm, self.norm = (nn.LayerNorm(width) for _ in range(3))
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.score_mlp = _score_layers(width, inner, nn.GELU)
+
+    def forward(self, tokens: Tensor, labels: Tensor, real: Tensor) -> Tensor:
+        """`[B, S, H]`, `[B, C, H]` and the slots that have a token `[B, S]` -> `[B, C, 1]`."""
+        parts = self.q(self.q_norm(labels)), self.k(self.kv_norm(tokens)), self.v(tokens)
+        query, key, value = (split_heads(part, self.heads) for part in parts)  # [B, N, C or S, D]
+        scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5  # [B, N, C, S]
+        weights = scores.masked_fill(~real[:, None, None], -torch.inf).softmax(dim=-1)
+        context = self.norm(self.out((weights @ value).transpose(1, 2).flatten(2)))  # [B, C, H]
+        return self.score_mlp(torch.cat([context, labels], dim=-1))
 
 
 class TextLabelScores(nn.Module):
@@ -324,22 +365,30 @@ class TextLabelScores(nn.Module):
 
     def __init__(self, inputs: int, width: int, scoring: LabelScoring):
         super().__init__()
-        self.scoring, self.pool = scoring, POOLINGS[scoring.pooling]
+        self.scoring, self.pool = scoring, POOLINGS.get(scoring.pooling, to_slots)
         activation = ACTIVATIONS[scoring.activation]
         self.text, self.label = (Projector(inputs, width, activation) for _ in range(2))
-        self.scores = TokenScores(width, outputs=1) if scoring.has_factors else None
+        self.scores = {
+            "simple": lambda: None,
+            "weighted-dot": lambda: TokenScores(inputs, outputs=1),
+            "mlp": lambda: LayerScores(inputs),
+            "cross-attn": lambda: CrossScores(inputs, scoring.heads, scoring.inner),
+        }[scoring.scorer]()
         self.scale = nn.Parameter(torch.ones(1))
         self.has_segments = scoring.has_segments
 
     def forward(self, hidden_states: Tensor, layout: PackedLayout, of: WordLabels) -> Tensor:
         """`[T, H]` -> `[P, 1]`. A sequence has one word."""
         batch, words, labels = *of.words.shape, of.labels.shape[1]
-        texts = self.text(self.pool(hidden_states, layout))[:, None]  # [B, 1, H]
+        texts = self.text(self.pool(hidden_states, layout))  # [B, H], or [B, S, H] unpooled
+        texts = texts[:, None] if texts.ndim == 2 else texts  # [B, 1 or S, H]
         vectors = self.label(self._labels(hidden_states, layout, of.labels))  # [B, C, H]
         if self.scoring.normalizes:
             texts, vectors = (x / (x.norm(dim=-1, keepdim=True) + 1e-8) for x in (texts, vectors))
         if self.scores is None:
             logits = (texts * vectors).sum(dim=-1, keepdim=True)  # [B, C, 1]
+        elif isinstance(self.scores, LayerScores | CrossScores):
+            logits = self.scores(texts, vectors, real_slots(layout))  # [B, C, 1]
         else:
             every = torch.arange(batch * labels, device=texts.device)  # [B * C]
             logits = self.scores(texts, layout.lengths, vectors, every)  # [B * C, 1]

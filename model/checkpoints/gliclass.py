@@ -34,13 +34,13 @@ STEMS = (
     (r"scores\.", "model.scorer."),
     (r"scale$", "model.logit_scale"),
 )
-POOLINGS = {"first": "cls", "avg": "mean", "max": "max", "last": "lasttoken"}
+POOLINGS = {"first": "cls", "avg": "mean", "max": "max", "last": "lasttoken", "pass": ""}
 # Settings that change what a model computes, with the values of the models that are served, the default first.
 SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "architecture_type": ("uni-encoder",),
     "pooling_strategy": tuple(POOLINGS),
     "class_token_pooling": ("first", "average"),
-    "scorer_type": ("simple", "weighted-dot"),
+    "scorer_type": ("simple", "weighted-dot", "mlp", "cross-attn"),
     "projector_hidden_act": tuple(ACTIVATIONS),
     "embed_class_token": (True, False),
     "prompt_first": (False, True),
@@ -87,12 +87,24 @@ def load_gliclass(folder: Path) -> EncoderWithHeads:
         encoder["type_vocab_size"] = 3
     width = read_number(path, {"hidden_size": None, **encoder, **document}, "hidden_size", 0)
     after = int(not setting["embed_class_token"])
+    is_pooled = setting["scorer_type"] != "cross-attn"
+    if is_pooled is (setting["pooling_strategy"] == "pass"):
+        raise CheckpointError(
+            f"{path}: scorer_type = cross-attn and pooling_strategy = pass are served together only"
+        )
+    heads = read_number(path, document, "scorer_num_heads", LabelScoring().heads)
+    if not is_pooled and width % heads:
+        raise CheckpointError(
+            f"{path}: scorer_num_heads = {heads} must be a divisor of the hidden size {width}"
+        )
     scoring = LabelScoring(
         pooling=POOLINGS[setting["pooling_strategy"]],
         activation=setting["projector_hidden_act"],
         averages=setting["class_token_pooling"] == "average",
         after=after,
-        has_factors=setting["scorer_type"] == "weighted-dot",
+        scorer=setting["scorer_type"],
+        heads=heads,
+        inner=read_number(path, document, "scorer_mlp_hidden_size", LabelScoring().inner, 2),
         normalizes=setting["normalize_features"],
         has_segments=has_segments,
     )

@@ -28,6 +28,11 @@ CASES: dict[str, dict[str, Any]] = {
         **{"encoder": "bert", "scorer_type": "weighted-dot", "pooling_strategy": "avg"},
         **{"embed_class_token": False, "class_token_pooling": "average"},
     },
+    "bert-layers": {"encoder": "bert", "scorer_type": "mlp"},
+    "bert-attention": {
+        **{"encoder": "bert", "scorer_type": "cross-attn", "pooling_strategy": "pass"},
+        **{"scorer_num_heads": 4, "scorer_mlp_hidden_size": 48},
+    },
     "deberta-normalized": {
         **{"encoder": "deberta-v2", "normalize_features": True, "pooling_strategy": "max"},
         **{"embed_class_token": False, "prompt_first": True, "projector_hidden_act": "silu"},

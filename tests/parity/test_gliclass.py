@@ -24,7 +24,7 @@ from tests.parity.test_gliner import compute
 
 ALL = json.loads(RECORDED.read_text(encoding="utf-8"))
 CASE = "deberta-segments"
-EXPORTED = (CASE, "bert-factors")
+EXPORTED = (CASE, "bert-factors", "bert-attention")
 
 
 def checkpoint(folder: Path, case: str = CASE, **settings: Any) -> Path:
@@ -127,6 +127,8 @@ def test_multi_label_scores():
         ({"architecture_type": "bi-encoder"}, "architecture_type"),
         ({"scorer_type": "hopfield"}, "scorer_type"),
         ({"pooling_strategy": "rms"}, "pooling_strategy"),
+        ({"pooling_strategy": "pass"}, "cross-attn"),
+        ({"scorer_type": "cross-attn"}, "pooling_strategy = pass"),
         ({"use_lstm": True}, "use_lstm"),
         ({"use_calibrator": True}, "use_calibrator"),
         ({"class_token_index": 3}, "class_token_index"),
