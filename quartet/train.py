@@ -74,7 +74,8 @@ def main() -> int:
         parser().error(f"{file}: no such file")
     try:
         task = arguments.task or find_task(arguments.file)
-        print(f"quartet: {arguments.file}: {task}; training from {arguments.base}", flush=True)
+        found = show_columns(arguments.file, task)
+        print(f"quartet: {file}: {task}{found}; training from {arguments.base}", flush=True)
         output = f"runs/{name}"
         options = [
             "--data",
@@ -121,26 +122,34 @@ def encoder_bundle(base: str) -> Path:
     return folder
 
 
+def show_columns(file: str, task: str) -> str:
+    """Return the columns of a file in parentheses, as FIELD=COLUMN; "" for a format without. Raises ValueError."""
+    from model.data.labelled_rows import columns_of
+
+    named = ", ".join(f"{field}={column}" for field, column in columns_of(file, task).items())
+    return f" ({named})" if named else ""
+
+
 def find_task(file: str) -> str:
-    """Return the task whose columns and rows a file has. Raises ValueError with the reasons where none fits."""
+    """Return the task whose columns and rows a file has. Raises ValueError with the reason where none fits."""
     from model.data.labelled_rows import read
     from service.core.data_files.columns import TRAINING, ColumnsError
     from service.core.data_files.text_files import DataError
 
-    reasons = {}
+    reasons = []  # of the tasks whose columns the file has
     for task in TASKS:
         try:
             read(file, task)
         except ColumnsError:
-            reasons[task] = str(TRAINING[task])
+            continue
         except DataError as error:
-            reasons[task] = str(error)
+            reasons.append(str(error))
         else:
             return task
-    if len({*reasons.values()}) == 1:
-        raise ValueError(reasons[task])
-    lines = [f"{file} has rows of no task:"]
-    lines += [f"{task}: {reasons[task]}" for task in reversed(TASKS)]
+    if reasons:
+        raise ValueError("; ".join(dict.fromkeys(reasons)))
+    path, _ = sources.split(file)
+    needs = "; ".join(f"{task}: {' and '.join(TRAINING[task].required[0])}" for task in TASKS[::-1])
     raise ValueError(
-        "\n  ".join(lines) + f"\nNames of other columns: '{file}?text=COLUMN&label=COLUMN'"
+        f"{path}: no columns of a task ({needs}): name them: '{path}?text=COLUMN&label=COLUMN'"
     )

@@ -161,6 +161,13 @@ def read(
     return rows
 
 
+def columns_of(source: str, task: str) -> dict[str, str]:
+    """Return the columns of a file by our fields; empty for a format without columns. Raises DataError."""
+    _, records = _open(source, task, None, ())
+    _, row = next(iter(records))[:2]
+    return row.names if isinstance(row, Fields) else {}
+
+
 def _open(
     source: str, task: str, problem_type: str | None, labels: Sequence[str]
 ) -> tuple[Callable[..., Any], Iterable[tuple[Any, ...]]]:

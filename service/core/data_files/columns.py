@@ -26,6 +26,12 @@ TEXTS = (
     ("text",),
     ("sentence",),
     ("question",),
+    ("review",),
+    ("content",),
+    ("comment",),
+    ("message",),
+    ("tweet",),
+    ("body",),
 )
 # Further names of fields, unless they are fields of the task; the field's own name is preferred.
 ALSO = {
@@ -33,7 +39,7 @@ ALSO = {
     "tokens": ("words", "word", "token"),
     "score": ("similarity_score",),
     "answer": ("answer_text",),
-    "label": ("labels", "accept"),
+    "label": ("labels", "accept", "sentiment", "category", "class", "intent", "target"),
     "entities": ("spans", "ents", "label", "labels", "result"),
 }
 
@@ -171,7 +177,9 @@ def named(where: str, needs: Needs, query: str) -> dict[str, str]:
     for field, column in found:
         if not column or not (field in needs.fields or NEGATIVES.fullmatch(field)):
             known = ", ".join(needs.fields)
-            raise DataError(f"{where}: {field!r} in the place of FIELD=COLUMN; fields are {known}")
+            raise ColumnsError(
+                f"{where}: {field!r} in the place of FIELD=COLUMN; fields are {known}"
+            )
     return dict(found)
 
 
@@ -181,4 +189,4 @@ def _short(name: str) -> str:
 
 def _example(needs: Needs) -> str:
     query = "&".join(f"{field}=COLUMN" for field in needs.required[0])
-    return f"?{query} after the file's name, or the setting columns"
+    return f"'FILE?{query}', or the setting columns"

@@ -502,15 +502,15 @@ def test_results_of_another_kind(tmp_path):
         (
             "a.csv",
             b"Text,text,label\na,b,x\n",
-            "a.csv:1: the first line, which names the columns: several columns for text: 'Text', 'text': ?text=",
+            "a.csv:1: the first line, which names the columns: several columns for text: 'Text', 'text': 'FILE?text=",
         ),
         (
             "a.csv",
-            b"Review;Stars\na;5\n",
-            "a.csv:1: the first line, which names the columns: no text (recognized names: text, premise,"
-            " sentence1, question1, question, sentence): classification needs text and label, or text and"
-            " labels, or text and score; the columns are Review, Stars. Say which is which: ?text=COLUMN&label=COLUMN"
-            " after the file's name, or the setting columns",
+            b"Report;Stars\na;5\n",
+            "a.csv:1: the first line, which names the columns: no text (recognized names: text, premise, sentence1,"
+            " question1, question, sentence, review, content, comment, message, tweet, body):"
+            " classification needs text and label, or text and labels, or text and score; the columns are"
+            " Report, Stars. Say which is which: 'FILE?text=COLUMN&label=COLUMN', or the setting columns",
         ),
         ("a.csv", b"text,label\na,x,y\n", "a.csv:2: 3 columns, and the first line names 2"),
         ("a.csv", b"text,label\na\n", "a.csv:2: 1 columns, and the first line names 2"),
@@ -533,7 +533,7 @@ def test_results_of_another_kind(tmp_path):
             b'{"text": "a", "label": "x", "label": "y"}',
             "a.jsonl:1: two fields are called 'label'",
         ),
-        ("a.jsonl", b'{"body": "a"}', "a.jsonl:1: no text (recognized names: text, premise,"),
+        ("a.jsonl", b'{"report": "a"}', "a.jsonl:1: no text (recognized names: text, premise,"),
         ("a.conll", b"Ada O\n", "a.conll: CoNLL files are for ner, not for classification"),
     ],
 )

@@ -297,7 +297,7 @@ def test_a_damaged_file_is_named(tmp_path, name, content, reason):
         (["anchor\tpositive", "a"], "t.tsv:2: 1 columns, and the first line names 2"),
         (
             ["a\tp", "b\tq"],
-            "t.tsv:1: .* no text .*the columns are a, p. Say which is which: .text=COLUMN&",
+            "t.tsv:1: .* no text .*the columns are a, p. Say which is which: 'FILE.text=COLUMN&",
         ),
         (["anchor\tpositive", "a\t"], "t.tsv:2: no positive"),
         (["text\ttext_pair\tscore", "a\tb\thigh"], "t.tsv:2: score may not be 'high'"),
