@@ -32,6 +32,7 @@ from service.tasks.embedding import Embedding
 from service.tasks.reranking import Reranking
 from tests import hub, samples
 from tests.conftest import run_export
+from tests.e2e.conftest import serving
 from tests.tiny import perturb
 
 pytestmark = pytest.mark.slow
@@ -65,7 +66,10 @@ def edit(path: Path, **fields: Any) -> None:
 
 
 def check_vectors(folder: Path, least: float) -> None:
-    """Vectors of texts and of queries equal `encode`'s, batched and unbatched; int8's are close. least: cosine"""
+    """Vectors of texts and of queries equal `encode`'s, batched, unbatched and over HTTP; int8's are close.
+
+    least: the cosine at int8
+    """
     run_export(folder, folder.with_name("bundle"), "--precision", "fp32", "int8")
     reference = SentenceTransformer(str(folder), device="cpu")
     expected = reference.encode(TEXTS), reference.encode(TEXTS, prompt_name="query")
@@ -79,6 +83,9 @@ def check_vectors(folder: Path, least: float) -> None:
             if precision == "fp32":
                 np.testing.assert_allclose(np.stack(vectors), own, **TOLERANCE)
             assert np.einsum("bd,bd->b", np.stack(vectors), own).min() > least
+    with serving(folder.with_name("bundle"), "--precision", "fp32") as server:
+        answer = server.answer("/embed", {"inputs": TEXTS, "prompt_name": "query"})
+    np.testing.assert_allclose(answer["embeddings"], expected[1], atol=1e-4)
 
 
 def test_qwen3_embedding(tmp_path):
@@ -190,3 +197,7 @@ def test_qwen3_reranker(tmp_path, tied):
     np.testing.assert_allclose([label.score for (label,) in pairs], expected, **TOLERANCE)
     np.testing.assert_allclose(ranking, expected[: len(TEXTS)], **TOLERANCE)
     np.testing.assert_allclose([score for (score,) in alone], expected, **TOLERANCE)
+    with serving(tmp_path / "bundle") as server:
+        answer = server.answer("/rerank", {"query": queries[0], "documents": TEXTS})
+    scores = [one["score"] for one in sorted(answer["results"], key=lambda one: one["index"])]
+    np.testing.assert_allclose(scores, expected[: len(TEXTS)], atol=1e-4)

@@ -35,6 +35,7 @@ from service.settings import Settings
 from service.tasks.late_interaction import LateInteractionRanking, expanded, settings_of
 from tests import hub, samples
 from tests.conftest import run_export
+from tests.e2e.conftest import serving
 
 HEAD = "late-interaction"
 DIMENSIONS = 16
@@ -334,7 +335,7 @@ def test_what_has_no_such_head(saved, tmp_path):
     [("bert", "fixed"), ("bert", "attended"), ("mpnet", "fixed"), ("modernbert", "fixed")],
 )
 async def test_exported(model_type, expansion, tmp_path):
-    """Exported and served, at either precision, a model gives the reference's vectors and scores.
+    """Exported and served, at either precision and over HTTP, a model gives the reference's vectors and scores.
 
     The attention of MPNet and ModernBERT has a bias, which hides the tokens that fill a query up.
     """
@@ -360,3 +361,8 @@ async def test_exported(model_type, expansion, tmp_path):
                 for one, other in zip(reply.results, [*documents, queries[number]], strict=True):
                     assert one.shape == other.shape
                     np.testing.assert_allclose(one, other, rtol=0, atol=limit)
+    with serving(tmp_path / "bundle", "--precision", "fp32") as server:
+        body = {"query": QUERIES[0], "documents": DOCUMENTS, "head": HEAD, "truncate": True}
+        results = server.answer("/rerank", body)["results"]
+    scores = [one["score"] for one in sorted(results, key=lambda one: one["index"])]
+    np.testing.assert_allclose(scores, expected[0], rtol=0, atol=1e-4)

@@ -31,6 +31,7 @@ from service.tasks.similarity import VectorRanking
 from service.tasks.sparse_embedding import SparseEmbedding, SparseRanking
 from tests import hub, samples
 from tests.conftest import run_export
+from tests.e2e.conftest import serving
 
 TEXTS = [
     "Paris is the capital of France.",
@@ -215,6 +216,16 @@ def test_bge_m3(bge, tmp_path):
     mean = 0.1 * np.array(by_weights) + 0.4 * np.array(by_tokens) + 0.5 * np.array(by_vectors)
     np.testing.assert_allclose(by_all, mean, atol=1e-5)
     assert 3 == len(compute(tmp_path / "bundle", "int8", tasks[2])[0][0])
+    with serving(tmp_path / "bundle", "--precision", "fp32") as server:
+        answer = server.answer("/analyze", {"inputs": query, "truncate": True})["results"][0]
+        body = {"query": query, "documents": texts, "weights": weights, "truncate": True}
+        ranked = server.answer("/rerank", body)["results"]
+    for name in ("embedding", "late-interaction"):
+        np.testing.assert_allclose(answer[name], together[0][name], atol=1e-4)
+    values = answer["sparse-embedding"]["values"]
+    np.testing.assert_allclose(values, sparse[0].values, atol=1e-4)
+    scores = [one["score"] for one in sorted(ranked, key=lambda one: one["index"])]
+    np.testing.assert_allclose(scores, by_all, atol=1e-4)
 
     for one, vectors, (weights, states) in zip(sparse, tokens, expected, strict=True):
         assert dict(zip(one.indices.tolist(), one.values.tolist(), strict=True)) == pytest.approx(

@@ -24,6 +24,7 @@ from model.tokenizer import train
 from service.tasks.embedding import Embedding
 from tests import samples
 from tests.conftest import run_export
+from tests.e2e.conftest import serving
 from tests.parity.test_sparse import compute
 
 WIDTH = 24
@@ -42,7 +43,7 @@ def table(tokenizer: Tokenizer) -> torch.Tensor:
 
 
 def test_static_embedding(tokenizer, tmp_path):
-    """The vectors of `encode` to 1e-5, for texts without tokens, too; the same alone; close at int8."""
+    """The vectors of `encode` to 1e-5, for texts without tokens, too; the same alone and over HTTP; close at int8."""
     torch.manual_seed(0)
     norm = LayerNorm(WIDTH)
     torch.nn.init.normal_(norm.norm.weight)
@@ -62,6 +63,9 @@ def test_static_embedding(tokenizer, tmp_path):
     np.testing.assert_allclose([one for (one,) in apart], expected, atol=1e-5)
     (rounded,) = compute(tmp_path / "bundle", "int8", asked[0])
     assert (rounded * expected).sum(axis=1).min() > 0.999
+    with serving(tmp_path / "bundle", "--precision", "fp32") as server:
+        found = server.answer("/embed", {"inputs": TEXTS})["embeddings"]
+    np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("folded", [False, True])
