@@ -8,7 +8,6 @@ in one process. The bare packed sessions of both precisions are measured in the 
 sorted batches (`benchmarks/lib/onnxruntime_baseline.py`).
 """
 
-import argparse
 import json
 import shutil
 import sys
@@ -19,63 +18,28 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.lib import (
-    machine,
-    models,
-    onnxruntime_baseline,
-    rounds,
-    run_record,
-    servers,
-    traffic,
-)
+from benchmarks.lib import models, onnxruntime_baseline, rounds, run_record, servers, traffic
 from benchmarks.lib.servers import Server
 from service.core import bundle
 from service.core.manifest import Manifest
 
-CONNECTIONS = (1, 8, 32, 128, 256)
-
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = rounds.parser(__doc__, (1, 8, 32, 128, 256))
     parser.add_argument("--bundle", type=Path, help="a full bundle; MiniLM is exported by default")
     parser.add_argument("--mix", choices=traffic.MIXES, default="news", help="lengths of texts")
-    parser.add_argument("--connections", nargs="+", type=int, default=CONNECTIONS)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
-    parser.add_argument("--out", type=Path, help="write the JSON line to this file, too")
     options = parser.parse_args()
     texts = traffic.texts(traffic.MIXES[options.mix])
-    described = machine.describe()
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         model = servers.to_bundle(Path(sys.executable), options.bundle or models.minilm(), scratch)
         full = bundle.load(model)
-        run = run_record.describe_run(model)
         sizes = [len(encoding) for encoding in onnxruntime_baseline.encode(full, texts)]
-        tokens = float(np.mean(sizes))
-        print(f"{described}\n{len(texts)} texts of {tokens:.0f} tokens on average")
-        tested = rounds.measure(
-            [*variants(full, texts, scratch)],
-            "embed",
-            model,
-            texts,
-            scratch,
-            connections=options.connections,
-            weights=sizes,
-            rounds=options.rounds,
-            seconds=options.seconds,
-        )
-    rows = rounds.summaries(tested)
-    rounds.show(rows)
-    results = {
-        "run": run,
-        "machine": described,
-        "texts": {"mix": options.mix, "count": len(texts), "mean_tokens": tokens},
-        "contenders": rows,
-    }
-    print(json.dumps(results))
-    if options.out:
-        options.out.write_text(json.dumps(results) + "\n")
+        described = {"mix": options.mix, "count": len(texts), "mean_tokens": float(np.mean(sizes))}
+        print(described)
+        chosen = [*variants(full, texts, scratch)]
+        rows = rounds.table(chosen, "embed", model, texts, scratch, options, weights=sizes)
+        run_record.write({"texts": described, "contenders": rows}, options.out, model)
 
 
 def variants(full: bundle.Bundle, texts: Sequence[str], scratch: Path) -> Iterator[Server]:

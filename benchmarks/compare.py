@@ -7,8 +7,6 @@ a table for each mix and one JSON line. Peers' environments are built first (see
 whose environment cannot be built is left out by name.
 """
 
-import argparse
-import json
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,52 +16,29 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.lib import environments, machine, models, rounds, run_record, servers, traffic
+from benchmarks.lib import environments, models, rounds, run_record, servers, traffic
 from benchmarks.lib.environments import Unavailable
 from benchmarks.lib.servers import Server
 
-CONNECTIONS = (1, 8, 32, 128)
-
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = rounds.parser(__doc__, (1, 8, 32, 128))
     parser.add_argument("--mixes", nargs="+", choices=traffic.MIXES, default=[*traffic.MIXES])
     parser.add_argument("--servers", nargs="+", metavar="NAME", help="all by default")
-    parser.add_argument("--connections", nargs="*", type=int, default=CONNECTIONS)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
-    parser.add_argument("--out", type=Path, help="write the JSON line to this file, too")
     given = parser.parse_args()
     chosen = servers.chosen(given.servers)
     results = []
-    for peer in sorted({server.environment for server in chosen if server.environment}):
-        try:
-            environments.build(peer)
-        except Unavailable as error:
-            print(f"{peer}: {error}")
-    with tempfile.TemporaryDirectory() as scratch:
-        cosines = compare_vectors(chosen, Path(scratch))
+    peers = sorted({server.environment for server in chosen if server.environment})
+    environments.build_all(map(environments.of_peer, peers))
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        cosines = compare_vectors(chosen, scratch)
         for mix in given.mixes:
-            print(f"\n== {mix}: {machine.describe()}")
-            tested = rounds.measure(
-                chosen,
-                "embed",
-                models.minilm(),
-                traffic.texts(traffic.MIXES[mix]),
-                Path(scratch),
-                connections=given.connections,
-                rounds=given.rounds,
-                seconds=given.seconds,
-            )
-            rows = rounds.summaries(tested)
-            rounds.show(rows)
+            print(f"\n== {mix}")
+            texts = traffic.texts(traffic.MIXES[mix])
+            rows = rounds.table(chosen, "embed", models.minilm(), texts, scratch, given)
             results.append({"task": "embed", "mix": mix, "servers": rows, "cosines": cosines})
-        run = run_record.describe_run(Path(scratch))
-    described = {"run": run, "machine": machine.describe()}
-    line = json.dumps({**described, "rounds": given.rounds, "results": results})
-    print(line)
-    if given.out:
-        given.out.write_text(line + "\n")
+        run_record.write({"rounds": given.rounds, "results": results}, given.out, scratch)
 
 
 def compare_vectors(chosen: Sequence[Server], scratch: Path) -> dict[str, float]:

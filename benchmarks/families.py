@@ -14,7 +14,7 @@ import inspect
 import re
 import statistics
 import tempfile
-import time
+import timeit
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,7 @@ from export.passes import quantize
 from export.passes.mask_free_attention import drop_masks
 from export.passes.portable import make_portable
 from model.attention import PackedLayout
-from model.checkpoints import reader
+from model.checkpoints import reader, tables
 from model.config import preset
 from model.families.registry import FAMILIES
 from model.families.spec import Family
@@ -45,7 +45,6 @@ from service.core.packing import Packed, each
 from service.core.session import SessionOptions, open_graph, packed_feeds, padded_feeds
 from service.settings import usable_cores
 
-MARKS = "<!-- families: begin -->", "<!-- families: end -->"
 TEXTS, LONGEST, ROUNDS = 16, 256, 7
 VOCABULARY = 4096
 LABELS = {0: "one", 1: "two", 2: "three"}
@@ -196,28 +195,12 @@ def difference(one: NDArray[Any], other: NDArray[Any]) -> float:
 
 def ratio(before: Run, after: Run, batch: Packed) -> float:
     """Return the speed-up of the second run, the median of interleaved rounds after one to warm up."""
-    ratios = [seconds(before, batch) / seconds(after, batch) for _ in range(ROUNDS + 1)]
+
+    def seconds(run: Run) -> float:
+        return timeit.timeit(lambda: run(batch), number=1)
+
+    ratios = [seconds(before) / seconds(after) for _ in range(ROUNDS + 1)]
     return statistics.median(ratios[1:])
-
-
-def seconds(run: Run, batch: Packed) -> float:
-    started = time.perf_counter()
-    run(batch)
-    return time.perf_counter() - started
-
-
-def write(path: Path, text: str, marks: tuple[str, str] = MARKS) -> None:
-    """Replace the text between the marks. Raises ValueError where they are missing."""
-    before, rest = split(path.read_text(encoding="utf-8"), marks[0])
-    _, after = split(rest, marks[1])
-    path.write_text(f"{before}{marks[0]}\n{text}\n{marks[1]}{after}", encoding="utf-8")
-
-
-def split(text: str, mark: str) -> tuple[str, str]:
-    before, found, after = text.partition(mark)
-    if not found:
-        raise ValueError(f"there is no {mark}")
-    return before, after
 
 
 def main() -> None:
@@ -238,7 +221,7 @@ def main() -> None:
     text = f"{table(rows)}\n\nMeasured on {where}."
     print(f"\n{text}")
     if given.write:
-        write(given.write, text)
+        tables.write(given.write, "families", text)
 
 
 if __name__ == "__main__":

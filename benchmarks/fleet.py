@@ -15,14 +15,13 @@ import http.client
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -72,7 +71,7 @@ async def repeats(bundle: Path, _: Path) -> Figures:
 
 
 async def hits(bundle: Path, _: Path) -> Figures:
-    with service(bundle, "--cache-mb", 16) as (port, _):
+    with service(bundle, "--cache-mb", 16) as (_, port):
         client = http.client.HTTPConnection("127.0.0.1", port)
         body = {"inputs": "Ada drew a comet."}
         pairs = [
@@ -81,17 +80,7 @@ async def hits(bundle: Path, _: Path) -> Figures:
     return {"hit_minus_live_ms": median(hit - live for hit, live in pairs[100:])}
 
 
-@contextmanager
-def service(*flags: object) -> Iterator[tuple[int, int]]:
-    """Start the service; yield its port and process."""
-    port = servers.free_port()
-    command = [sys.executable, "-m", "service", *map(str, flags), "--port", str(port)]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
-        try:
-            servers.wait_until_ready(process, port, "/health/ready", 120)
-            yield port, process.pid
-        finally:
-            process.terminate()
+service = partial(servers.running_module, "service", "--log-level", "error")
 
 
 def call(
@@ -149,7 +138,7 @@ async def cold(bundle: Path, root: Path) -> Figures:
     def memory(root_pid: int) -> int:
         return sum(memory_bytes(pid) for pid, _ in processes.members(root_pid))
 
-    with service(*flags) as (fleet_port, _):
+    with service(*flags) as (_, fleet_port):
         ask(fleet_port, names[0])
     # The copies have the graph of the first, so its proof is theirs.
     (proof,) = json.loads((root / proofs.FILE).read_text()).values()
@@ -159,15 +148,14 @@ async def cold(bundle: Path, root: Path) -> Figures:
     }
     (root / proofs.FILE).write_text(json.dumps(copies))
     with (
-        service(*(root / name for name in names[:BUDGET])) as (port, pid),
-        service(*flags) as (fleet_port, fleet_pid),
+        service(*(root / name for name in names[:BUDGET])) as (pid, port),
+        service(*flags) as (fleet_pid, fleet_port),
     ):
         with ThreadPoolExecutor(32) as clients:
             asking = []
             for _ in range(REQUESTS):
-                asking.append(
-                    clients.submit(ask_fleet, draw.choice(names, p=popular / popular.sum()))
-                )
+                name = draw.choice(names, p=popular / popular.sum())
+                asking.append(clients.submit(ask_fleet, name))
                 time.sleep(draw.exponential(0.25))
             for one in asking:
                 one.result()
@@ -204,16 +192,8 @@ async def shares(bundle: Path, root: Path) -> Figures:
                 call(client, "/embed", body, name)
                 answered[name] += 1
 
-        flags = (
-            bundle,
-            "--devices",
-            devices,
-            "--api-keys",
-            root / "keys.toml",
-            "--deadline-ms",
-            60_000,
-        )
-        with service(*flags) as (port, _), ThreadPoolExecutor(18) as clients:
+        flags = ("--devices", devices, "--api-keys", root / "keys.toml", "--deadline-ms", 60_000)
+        with service(bundle, *flags) as (_, port), ThreadPoolExecutor(18) as clients:
             end = time.monotonic() + 20.0
             list(clients.map(run, ["many"] * 12 + [rival] * 6))
         return answered["many"] / answered[rival]

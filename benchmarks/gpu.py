@@ -9,12 +9,12 @@ through HTTP in requests of 64, each at fp16 and at fp32. Without a GPU it says 
 
 import argparse
 import datetime
-import json
 import re
 import subprocess
 import sys
 import tempfile
 import time
+import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -56,13 +56,12 @@ def main() -> int:
         return 1
     with tempfile.TemporaryDirectory() as folder:
         path = given.bundle or export(Path(folder))
-        run = run_record.describe_run(path)
         results = measure(bundle.load(path), Path(folder), given.rounds, given.seconds)
-    results["machine"]["gpu"] = gpu_name()
-    show(results)
-    name = re.sub(r"\W+", "-", gpu_name().partition(",")[0].lower())
-    out = given.out or RESULTS / f"{datetime.date.today()}-gpu-{name}.json"
-    out.write_text(json.dumps({"run": run, **results}, default=float) + "\n")
+        results["machine"]["gpu"] = gpu_name()
+        show(results)
+        name = re.sub(r"\W+", "-", gpu_name().partition(",")[0].lower())
+        out = given.out or RESULTS / f"{datetime.date.today()}-gpu-{name}.json"
+        run_record.write(results, out, path)
     print(f"written to {out}")
     return 0
 
@@ -176,14 +175,8 @@ def matmul_rate(number: type, side: int, kind: DeviceKind) -> float:
         binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(matrix, kind.name, 0))
     binding.bind_output("c", kind.name)
     binding.synchronize_inputs()  # copies are asynchronous, and a run does not wait for them
-    best = min(timed(lambda: session.run_with_iobinding(binding)) for _ in range(20))
-    return 2 * side**3 / best
-
-
-def timed(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
+    times = timeit.repeat(lambda: session.run_with_iobinding(binding), number=1, repeat=20)
+    return 2 * side**3 / min(times)
 
 
 def through_http(

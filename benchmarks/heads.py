@@ -78,17 +78,8 @@ async def throughput(
 async def heads(encoder: Path, root: Path) -> dict[str, float]:
     if bundle.read_manifest(encoder).states is None:
         encoder = root / ".encoder"
-        command = (
-            sys.executable,
-            "-m",
-            "export",
-            ENCODER,
-            encoder,
-            "--states",
-            "--precision",
-            "fp32",
-        )
-        subprocess.run(command, check=True)
+        options = ["--states", "--precision", "fp32"]
+        subprocess.run([sys.executable, "-m", "export", ENCODER, encoder, *options], check=True)
     weights = save_heads(encoder, root, HEADS)
     names = [f"head-{index}" for index in range(HEADS)]
     texts = traffic.texts(traffic.MIXES["news"])

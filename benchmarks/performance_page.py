@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from model.checkpoints.tables import insert
+
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "reference" / "performance.md"
 CHART = ROOT / "docs" / "images" / "performance.png"
@@ -57,7 +59,7 @@ def server_table() -> str:
         rates = [f"{row['closed'][load]['rate']:.0f}" for load in LOADS]
         times = [f"{busy['p99_ms']:.0f} ms", f"{row['start_s']:.1f} s"]
         lines.append(line([label, *rates, ratio, *times, f"{row['peak_mb']:.0f} MB"]))
-    return "\n".join([*lines, ""])
+    return "\n".join(lines)
 
 
 def packing_list() -> str:
@@ -80,8 +82,7 @@ def packing_list() -> str:
   throughput of the padded graph, relative to the packed one, is {padded} connections (news).
 - **On long texts of one length, all fp32 servers are similar**, because matrix products take the time. infinity
   reaches {figure(infinity)} of Quartet fp32 at {BUSY} connections (documents). Quartet int8 reaches
-  {figure(int8)} times Quartet fp32.
-"""
+  {figure(int8)} times Quartet fp32."""
 
 
 def packed_speeds(page: str) -> list[float]:
@@ -105,9 +106,7 @@ BLOCKS = {"servers": server_table, "packing": packing_list}
 def render(page: str) -> str:
     """Return the page with current figures."""
     for name, content in BLOCKS.items():
-        begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
-        before, _, rest = page.partition(begin)
-        page = before + begin + content() + end + rest.partition(end)[2]
+        page = insert(page, name, content())
     return page
 
 

@@ -9,11 +9,7 @@ stated, and it counts.
 
 import argparse
 import json
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +18,9 @@ import uvloop
 from benchmarks.lib import processes, traffic
 from benchmarks.lib.environments import ROOT
 from benchmarks.lib.load_generator import closed_loop, request_bytes
-from benchmarks.lib.servers import end, free_port, wait_until_ready
+from benchmarks.lib.servers import running_module
 from service.settings import usable_cores
 
-START_S = 180.0  # for Ray and its replicas
 IDLE_S = 5.0
 
 
@@ -46,7 +41,10 @@ def main() -> None:
     texts = traffic.texts(traffic.MIXES["news"])
     plain = ["service", bundle, "--precision", own.precision, "--log-level", "error"]
     ray = ["benchmarks.ray_serve", bundle, "--precision", own.precision]
-    with running(plain, "/health/ready") as first, running(ray, "/each/health/ready") as second:
+    with (
+        running_module(*plain) as first,
+        running_module(*ray, ready="/each/health/ready") as second,
+    ):
         contenders = {"plain": (first, ""), "one": (second, "/one"), "each": (second, "/each")}
         idle = {
             name: spent_s(server[0], IDLE_S) / IDLE_S for name, (server, _) in contenders.items()
@@ -89,20 +87,6 @@ def spent_s(pid: int, seconds: float) -> float:
     before = processes.cpu_s(pid)
     time.sleep(seconds)
     return processes.cpu_s(pid) - before
-
-
-@contextmanager
-def running(command: list[str], ready: str) -> Iterator[tuple[int, int]]:
-    """Run a module that serves; yields the id of its process and its port."""
-    port = free_port()
-    process = subprocess.Popen(
-        [sys.executable, "-m", *command, "--port", str(port)], cwd=ROOT, start_new_session=True
-    )
-    try:
-        wait_until_ready(process, port, ready, START_S)
-        yield process.pid, port
-    finally:
-        end(process)
 
 
 def serve_on_ray(bundle: Path, precision: str, port: int) -> None:

@@ -22,9 +22,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.families import write
 from benchmarks.lib import traffic
 from export.__main__ import main as export
+from model.checkpoints import tables
 from model.checkpoints.errors import CheckpointError
 from model.checkpoints.reader import locate
 from quartet.comparison.figures import overlap
@@ -32,7 +32,6 @@ from service.core.bundle import read_manifest
 from service.embedded import EmbeddedService
 
 LIST = Path(__file__).with_suffix(".toml")
-MARKS = "<!-- real models: begin -->", "<!-- real models: end -->"
 TEXTS = 500
 COLUMNS = ("model", "task", "state", "difference", "int8")
 
@@ -124,7 +123,7 @@ def main() -> None:
         print(name, *rows[name], flush=True)
     print(f"\n{table(rows)}")
     if given.write:
-        write(given.write, table(rows), MARKS)
+        tables.write(given.write, "real models", table(rows))
 
 
 if __name__ == "__main__":

@@ -6,15 +6,13 @@ Each layout is a server of its own; they are measured in interleaved rounds at o
 (throughput). A setting is recommended only if it is better than the default in every round.
 """
 
-import argparse
-import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib import machine, rounds, run_record, servers, traffic
+from benchmarks.lib import rounds, run_record, servers, traffic
 from benchmarks.lib.servers import Server
 from service.core import bundle
 from service.settings import usable_cores
@@ -25,36 +23,22 @@ TASKS = {"embedding": "embed", "classification": "classify", "ner": "ner"}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = rounds.parser(__doc__, (CALMEST, BUSIEST))
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--precision", default="auto")
     parser.add_argument("--mix", choices=traffic.MIXES, default="news", help="lengths of texts")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     options = parser.parse_args()
     heads = bundle.load(options.bundle).manifest.heads.values()
     task = next((TASKS[head.task] for head in heads if head.task in TASKS), None)
     if task is None:
         raise SystemExit(f"{options.bundle} has no head of {', '.join(TASKS)}")
-    print(machine.describe())
     chosen = layouts(options.precision, usable_cores())
+    texts = traffic.texts(traffic.MIXES[options.mix])
     with tempfile.TemporaryDirectory() as scratch:
-        tested = rounds.measure(
-            chosen,
-            task,
-            options.bundle,
-            traffic.texts(traffic.MIXES[options.mix]),
-            Path(scratch),
-            connections=(CALMEST, BUSIEST),
-            rounds=options.rounds,
-            seconds=options.seconds,
-        )
-    rows = rounds.summaries(tested)
-    rounds.show(rows)
+        rows = rounds.table(chosen, task, options.bundle, texts, Path(scratch), options)
     for load, what in ((CALMEST, "one client at a time"), (BUSIEST, "many clients")):
         print(f"for {what}: {advice(chosen, rows, load)}")
-    run = run_record.describe_run(options.bundle)
-    print(json.dumps({"run": run, "machine": machine.describe(), "layouts": rows}))
+    run_record.write({"layouts": rows}, options.out, options.bundle)
 
 
 def layouts(precision: str, cores: int) -> list[Server]:

@@ -55,7 +55,7 @@ def main() -> int:
     count = given.texts
     inputs = Inputs(texts.singles(count), texts.pairs(count), texts.questions(count))
     if "qa" in given.tasks:
-        environments.build(PEER)
+        environments.of_peer(PEER).build()
     print(f"{machine.describe()}, transformers {transformers.__version__}")
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
@@ -66,12 +66,7 @@ def main() -> int:
             for tally in measure(checkpoint, inputs, Path(folder), given.tasks):
                 show(name, tally)
                 rows.append({"model": name, **as_json(tally)})
-        run = run_record.describe_run(Path(folder))
-    described = {"run": run, "machine": machine.describe()}
-    line = json.dumps({**described, "texts": count, "rows": rows})
-    print(line)
-    if given.out:
-        given.out.write_text(line + "\n")
+        run_record.write({"texts": count, "rows": rows}, given.out, Path(folder))
     return int(any(row["unexplained"] for row in rows))
 
 
@@ -120,16 +115,9 @@ def ask_peer(folder: Path, questions: Sequence[tuple[str, str]]) -> list[list[li
     """What the pipeline for questions answers, to each question in each of the ways to ask."""
     how = {"doc_stride": compare.STRIDE, "asked": compare.QUESTIONS}
     lines = [json.dumps({"question": q, "context": c, **how}) for q, c in questions]
+    python, script = environments.of_peer(PEER).python(), PEERS / PEER / "answers.py"
     ended = subprocess.run(
-        [
-            str(part)
-            for part in (
-                environments.python_of(PEER),
-                PEERS / PEER / "answers.py",
-                folder,
-                MAX_LENGTH,
-            )
-        ],
+        [python, script, folder, str(MAX_LENGTH)],
         cwd=ROOT,
         input="\n".join(lines),
         capture_output=True,

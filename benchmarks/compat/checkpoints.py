@@ -23,9 +23,8 @@ from model.heads import EncoderWithHeads
 from service.core.encode import Encoder, load_tokenizer
 from service.core.manifest import Head, LateInteraction, Sparse
 
-MAX_LENGTH = (
-    384  # of a window, in tokens: what the pipeline for questions takes when nothing is said
-)
+# Of a window, in tokens: the default of the pipeline for questions.
+MAX_LENGTH = 384
 TOPICS = ("Business", "Sci/Tech", "Sports", "World")
 KINDS = ("LOC", "MISC", "ORG", "PER")
 HEADS = {
@@ -76,10 +75,8 @@ SHARPNESS = {"topic": 6, "topics": 3, "alike": 1, "follows": 6, "entities": 10, 
 
 def minilm(folder: Path, data: Path = texts.DATA) -> Path:
     """A joint checkpoint of the real trunk, frozen, with heads fitted to data by least squares."""
-    config, cutter = (
-        reader.read_config(models.minilm()),
-        load_tokenizer(models.minilm() / "tokenizer.json"),
-    )
+    config = reader.read_config(models.minilm())
+    cutter = load_tokenizer(models.minilm() / "tokenizer.json")
     torch.manual_seed(0)
     model = EncoderWithHeads(config, all_heads(cutter, "[MASK]", config.hidden_size))
     reader.init_from(model, models.minilm())

@@ -56,9 +56,8 @@ class Tally:
 
 def distance(one: Answers, other: Answers) -> float | None:
     """The largest difference of a score; None where the answers are not the same."""
-    if [answer._replace(score=0) for answer in one] != [
-        answer._replace(score=0) for answer in other
-    ]:
+    plain, others = ([answer._replace(score=0) for answer in side] for side in (one, other))
+    if plain != others:
         return None
     pairs = [(a.score, b.score) for a, b in zip(one, other, strict=True)]
     if any(abs(a - b) > TOLERANCE * max(abs(a), abs(b)) + LITTLE for a, b in pairs):

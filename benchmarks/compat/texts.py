@@ -1,7 +1,7 @@
 """Real texts of 10 to 2,000 tokens, from data sets in a directory next to the repository."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +9,8 @@ import numpy as np
 from model.data import corpus, labelled_rows
 
 DATA = Path("../shared/data")
-SHORTEST, MIDDLE, LONGEST = (
-    6,
-    150,
-    1350,
-)  # in words: from about 10 over about 200 to about 2,000 tokens
+# In words: about 10, 200 and 2,000 tokens.
+SHORTEST, MIDDLE, LONGEST = 6, 150, 1350
 LONG = 0.15  # of all texts are longer than the middle
 
 
@@ -27,18 +24,15 @@ def sizes(count: int) -> list[int]:
 
 def singles(count: int, data: Path = DATA) -> list[str]:
     """News, reviews, an encyclopedia, novels, and sentences with blanks around every word, in turn."""
-    sources = itertools.cycle(
-        map(
-            iter,
-            (
-                text_of(data / "classification/ag_news/test.jsonl.gz"),
-                text_of(data / "classification/sst2/train_sentences.jsonl.gz"),
-                paragraphs(data / "pretrain/wiki_en_00.txt.xz"),
-                paragraphs(data / "pretrain/books_00.txt.xz"),
-                sentences(data / "ner/conll2003/train.conll.gz"),
-            ),
-        )
-    )
+    rows = [
+        labelled_rows.read(data / "classification/ag_news/test.jsonl.gz", "classification"),
+        labelled_rows.read(data / "classification/sst2/train_sentences.jsonl.gz", "classification"),
+        labelled_rows.read(data / "ner/conll2003/train.conll.gz", "ner"),
+    ]
+    news, reviews, spaced = ((row.text for row in found) for found in rows)
+    books = data / "pretrain/wiki_en_00.txt.xz", data / "pretrain/books_00.txt.xz"
+    pages, novels = (itertools.chain.from_iterable(corpus.documents([book])) for book in books)
+    sources = itertools.cycle([news, reviews, pages, novels, spaced])
     return [grow(source, size) for source, size in zip(sources, sizes(count), strict=False)]
 
 
@@ -77,18 +71,6 @@ def grow(pieces: Iterable[str], size: int) -> str:
         if len(text.split()) >= size:
             return text
     raise ValueError(f"there are no {size} words")
-
-
-def text_of(path: Path) -> Iterator[str]:
-    return (row.text for row in labelled_rows.read(path, "classification"))
-
-
-def sentences(path: Path) -> Iterator[str]:
-    return (row.text for row in labelled_rows.read(path, "ner"))
-
-
-def paragraphs(path: Path) -> Iterator[str]:
-    return itertools.chain.from_iterable(corpus.documents([path]))
 
 
 def pair_rows(data: Path, name: str, count: int) -> Sequence[tuple[str, str]]:

@@ -120,16 +120,6 @@ def of_peer(peer: str) -> Environment:
     return Environment(PEERS / peer / "requirements.txt", BUILT / peer, command)
 
 
-def python_of(peer: str) -> Path:
-    """Return the interpreter of a peer's environment that is built and up to date. Raises Unavailable."""
-    return of_peer(peer).python()
-
-
-def build(peer: str) -> Path:
-    """Build a peer's environment if it is not up to date, and return its interpreter. Raises Unavailable."""
-    return of_peer(peer).build()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("peers", nargs="*", metavar="PEER", help=f"all of {names()} by default")

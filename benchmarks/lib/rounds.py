@@ -6,13 +6,14 @@ over the rounds. A ratio to the first server is computed within each round befor
 (`benchmarks/lib/onnxruntime_baseline.py`) takes part like a server but measures itself.
 """
 
+import argparse
 import json
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import uvloop
@@ -21,8 +22,6 @@ from benchmarks.lib import processes, servers
 from benchmarks.lib.environments import Unavailable
 from benchmarks.lib.load_generator import Measured, closed_loop, request_bytes
 from benchmarks.lib.servers import WINDOW, Running, Server, StartError
-
-T = TypeVar("T")
 
 WARM_S = 0.7  # before each window
 SETTLE_S = 20.0  # after one, at most
@@ -69,6 +68,32 @@ class Contender:
     result: Tested
 
 
+def parser(description: str | None, connections: Sequence[int]) -> argparse.ArgumentParser:
+    """Return a parser of the options that `table` takes, and of the result file."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--connections", nargs="+", type=int, default=connections)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
+    parser.add_argument("--out", type=Path, help="write the JSON line to this file, too")
+    return parser
+
+
+def table(
+    chosen: Sequence[Server],
+    task: str,
+    model: Path,
+    texts: Sequence[str],
+    scratch: Path,
+    options: argparse.Namespace,
+    **weights: Sequence[float],
+) -> list[dict[str, Any]]:
+    """Measure servers as `measure` does, print the table of results, and return them as JSON."""
+    loads = {name: getattr(options, name) for name in ("connections", "rounds", "seconds")}
+    rows = summaries(measure(chosen, task, model, texts, scratch, **loads, **weights))
+    show(rows)
+    return rows
+
+
 def measure(
     chosen: Sequence[Server],
     task: str,
@@ -102,30 +127,25 @@ def measure(
                 result.skipped = str(error)
                 continue
             result.start_s = running.start_s
-            requests = encode_requests(server, task, texts)
+            call = server.calls[task]
+            bodies = [json.dumps(call.body(text)).encode() for text in texts]
+            requests = [request_bytes(call.path, body) for body in bodies]
             sizes = np.ones(len(texts)) if weights is None else np.asarray(weights)
             contenders.append(Contender(server, running, requests, sizes / sizes.mean(), result))
         for number in range(rounds):
             for count in connections:
                 say(f"round {number + 1} of {rounds}: {count} connections")
-                for one in alternating_order(contenders, number):
-                    if not one.result.skipped:
-                        with suppress_failure(one.result), working(one.running):
+                for one in contenders[:: 1 if number % 2 else -1]:
+                    if one.result.skipped:
+                        continue
+                    try:
+                        with working(one.running):
                             run_closed(one, count, seconds)
+                    except (RuntimeError, OSError) as error:
+                        one.result.skipped = f"failed under load: {error}"
         for one in contenders:
             one.result.peak_mb = processes.peak_mb(one.running.process.pid)
     return tested
-
-
-def alternating_order(items: Sequence[T], number: int) -> Sequence[T]:
-    """Return the order of a round's turns, reversed in every other round."""
-    return items[:: 1 if number % 2 else -1]
-
-
-def encode_requests(server: Server, task: str, texts: Sequence[str]) -> list[bytes]:
-    """Return the requests for texts as bytes."""
-    call = server.calls[task]
-    return [request_bytes(call.path, json.dumps(call.body(text)).encode()) for text in texts]
 
 
 # -- loads ------------------------------------------------------------------------------------------------------------
@@ -147,7 +167,14 @@ def measure_closed(
         running, closed_loop(running.port, requests, count, seconds, warm_s=WARM_S)
     )
     assert found.numbers is not None
-    return window(count, found, weights[found.numbers].sum() / seconds, spent)
+    return Window(
+        load=count,
+        rate=weights[found.numbers].sum() / seconds,
+        p50_ms=found.percentile(50),
+        p99_ms=found.percentile(99),
+        cpu_ms=1000 * spent / max(found.requests, 1),
+        generator=found.cpu_s / found.seconds,
+    )
 
 
 def self_measured(running: Running, count: int, seconds: float) -> Window:
@@ -168,25 +195,6 @@ def run_load(running: Running, load: Coroutine[Any, Any, Measured]) -> tuple[Mea
     spent = processes.cpu_s(running.process.pid) - before
     wait_until_idle(running)
     return found, spent * found.seconds / found.lasted
-
-
-def window(load: int, found: Measured, rate: float, spent: float) -> Window:
-    return Window(
-        load=load,
-        rate=rate,
-        p50_ms=found.percentile(50),
-        p99_ms=found.percentile(99),
-        cpu_ms=1000 * spent / max(found.requests, 1),
-        generator=found.cpu_s / found.seconds,
-    )
-
-
-@contextmanager
-def suppress_failure(result: Tested) -> Iterator[None]:
-    try:
-        yield
-    except (RuntimeError, OSError) as error:
-        result.skipped = f"failed under load: {error}"
 
 
 # -- processes --------------------------------------------------------------------------------------------------------
@@ -263,18 +271,21 @@ def summaries(tested: Sequence[Tested]) -> list[dict[str, Any]]:
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
     """Print a table of throughput, latency and CPU time."""
-    head = f"{'':<24}{'load':>7}{'texts/s':>9}{'p50 ms':>9}{'p99 ms':>9}{'CPU ms':>8}{'ratio':>7}"
-    print(f"\n{head}  (range)")
+    columns = (
+        f"{'':<24}{'load':>7}{'texts/s':>9}{'p50 ms':>9}{'p99 ms':>9}{'CPU ms':>8}{'ratio':>7}"
+    )
+    print(f"\n{columns}  (range)      p50  (range)      CPU")
     for row in rows:
         if row.get("skipped"):
             print(f"{row['server']:<24}{row['skipped'].splitlines()[0]}")
         for load, found in row["closed"].items():
-            low, high = found["spread"]
+            (low, high), (fast, slow) = found["spread"], found["p50_spread"]
             print(
                 f"{row['server']:<24}{load:>7}{found['rate']:>9.0f}{found['p50_ms']:>9.1f}"
                 f"{found['p99_ms']:>9.1f}{found['cpu_ms']:>8.1f}{found['ratio']:>7.2f}  ({low:.2f}-{high:.2f})"
+                f"{found['p50_ratio']:>7.2f}  ({fast:.2f}-{slow:.2f}){found['cpu_ratio']:>7.2f}"
             )
-    print("\nload: connections")
+    print("\nload: connections; ratios are to the first server")
     for row in rows:
         if row["start_s"]:
             print(

@@ -1,5 +1,6 @@
 """The record of a benchmark run, which its result file keeps: what ran, of which code, when."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -7,10 +8,20 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from benchmarks.lib import machine
+from benchmarks.lib.environments import ROOT
 from service.core.bundle import MANIFEST, hash_file
 
-ROOT = Path(__file__).parents[2]
 PACKAGES = ("numpy", "onnxruntime", "onnxruntime-gpu", "tokenizers", "torch", "transformers")
+
+
+def write(results: dict[str, object], out: Path | None, *folders: Path) -> None:
+    """Print results with the run and the machine as one JSON line, and write it to a file."""
+    described = {"run": describe_run(*folders), "machine": machine.describe()}
+    line = json.dumps({**described, **results}, default=float)
+    print(line)
+    if out:
+        out.write_text(line + "\n")
 
 
 def describe_run(*folders: Path) -> dict[str, object]:

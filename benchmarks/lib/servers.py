@@ -75,7 +75,7 @@ class Server:
         """Return the interpreter that runs it. Raises Unavailable when its environment is not built."""
         if self.environment is None:
             return Path(sys.executable)
-        return environments.python_of(self.environment)
+        return environments.of_peer(self.environment).python()
 
 
 class Running(NamedTuple):
@@ -116,6 +116,21 @@ def serving(
             raise StartError(f"{server.name} {error}: {tail(log)}") from None
         finally:
             end(process)
+
+
+@contextmanager
+def running_module(
+    *arguments: object, ready: str = "/health/ready", timeout_s: float = 180
+) -> Iterator[tuple[int, int]]:
+    """Run a module of this checkout that serves on `--port`; yields the id of its process and its port."""
+    port = free_port()
+    command = [sys.executable, "-m", *map(str, arguments), "--port", str(port)]
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    try:
+        wait_until_ready(process, port, ready, timeout_s)
+        yield process.pid, port
+    finally:
+        end(process)
 
 
 class NotReady(Exception):

@@ -27,7 +27,6 @@ from model.checkpoints.tokenizer_tables import (
 
 TOKENIZER_TABLES = (TOKENIZER_CONFIG, TOKENIZER_JSON, SPECIAL_TOKENS_MAP, ADDED_TOKENS)
 TABLES: tuple[SettingsFile, ...] = (*TOKENIZER_TABLES, *CONFIG_TABLES, *SENTENCE_TABLES)
-MARKS = "<!-- settings: begin -->", "<!-- settings: end -->"
 
 
 def versions() -> Mapping[str, str]:
@@ -35,14 +34,19 @@ def versions() -> Mapping[str, str]:
     return {name: version(name) for name in sorted({file.reference for file in TABLES})}
 
 
-def insert(text: str, table: str) -> str:
-    """Return a Markdown text with this table between the marks. Raises ValueError unless each mark occurs once."""
-    for mark in MARKS:
+def insert(text: str, name: str, table: str) -> str:
+    """Return a Markdown text with this table between its marks. Raises ValueError unless each mark occurs once."""
+    marks = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    for mark in marks:
         if text.count(mark) != 1:
             raise ValueError(f"{mark} occurs {text.count(mark)} times, not once")
-    before, _, rest = text.partition(MARKS[0])
-    _, _, after = rest.partition(MARKS[1])
-    return f"{before}{MARKS[0]}\n{table}\n{MARKS[1]}{after}"
+    before, _, rest = text.partition(marks[0])
+    return f"{before}{marks[0]}\n{table}\n{marks[1]}{rest.partition(marks[1])[2]}"
+
+
+def write(page: Path, name: str, table: str) -> None:
+    """Insert a table into a Markdown file. Raises ValueError as `insert` does."""
+    page.write_text(insert(page.read_text(encoding="utf-8"), name, table), encoding="utf-8")
 
 
 def unread_settings(folder: Path) -> str:
@@ -62,9 +66,8 @@ def main() -> None:
     table = render_table(TABLES, versions())
     if arguments.write is None:
         print(table)
-        return
-    text = arguments.write.read_text(encoding="utf-8")
-    arguments.write.write_text(insert(text, table), encoding="utf-8")
+    else:
+        write(arguments.write, "settings", table)
 
 
 if __name__ == "__main__":

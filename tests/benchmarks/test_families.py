@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import families
+from model.checkpoints import tables
 from model.families.registry import FAMILIES
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "reference" / "families.md"
@@ -12,9 +13,9 @@ PAGE = Path(__file__).parent.parent.parent / "docs" / "reference" / "families.md
 
 def test_the_page_has_the_table_of_the_code():
     """All families in their order, with what the code says of each, and a figure in every cell."""
-    _, rest = families.split(PAGE.read_text(encoding="utf-8"), families.MARKS[0])
-    table, _ = families.split(rest, families.MARKS[1])
-    head, _, *lines = [line for line in table.splitlines() if line.startswith("|")]
+    _, block = PAGE.read_text(encoding="utf-8").split("<!-- families: begin -->")
+    table = block.partition("<!-- families: end -->")[0].splitlines()
+    head, _, *lines = [line for line in table if line.startswith("|")]
     rows = [line.strip("| ").split(" | ") for line in lines]
     assert head.strip("| ").split(" | ") == [*families.COLUMNS]
     assert [row[:5] for row in rows] == [families.described(f) for f in FAMILIES.values()]
@@ -45,13 +46,13 @@ def test_a_difference_is_reported(tmp_path):
 
 
 def test_writing_between_the_marks(tmp_path):
-    """What is around them stays; a file without them is left alone."""
-    begin, end = families.MARKS
+    """Text outside the marks is kept. A file without marks is refused and unchanged."""
+    begin, end = "<!-- a: begin -->", "<!-- a: end -->"
     page = tmp_path / "page.md"
     page.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
-    families.write(page, "new")
+    tables.write(page, "a", "new")
     assert page.read_text() == f"before\n{begin}\nnew\n{end}\nafter\n"
     page.write_text("no marks\n")
-    with pytest.raises(ValueError, match="there is no"):
-        families.write(page, "new")
+    with pytest.raises(ValueError, match="occurs 0 times"):
+        tables.write(page, "a", "new")
     assert page.read_text() == "no marks\n"

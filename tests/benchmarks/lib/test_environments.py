@@ -26,17 +26,21 @@ def test_build(peer, capsys):
     """It is built when it is missing, left alone when it is up to date, and out of date when the peer changes."""
     assert ["no-peer"] == environments.names()
     with pytest.raises(Unavailable, match="has not been built"):
-        environments.python_of("no-peer")
+        environments.of_peer("no-peer").python()
 
-    python = environments.build("no-peer")
+    python = environments.of_peer("no-peer").build()
     assert python.is_file()
     assert "no-peer: building" in capsys.readouterr().out
-    assert python == environments.build("no-peer") == environments.python_of("no-peer")
+    assert (
+        python
+        == environments.of_peer("no-peer").build()
+        == environments.of_peer("no-peer").python()
+    )
     assert "is up to date" in capsys.readouterr().out
 
     (peer / "requirements.txt").write_text("# nothing at all\n")
     with pytest.raises(Unavailable, match="is out of date"):
-        environments.python_of("no-peer")
+        environments.of_peer("no-peer").python()
 
 
 @pytest.mark.e2e
@@ -46,7 +50,7 @@ def test_build_fails(peer):
     (peer / "requirements.txt").write_text("./absent\n")
 
     with pytest.raises(Unavailable, match=r"cannot be built: ERROR: .*absent"):
-        environments.build("no-peer")
+        environments.of_peer("no-peer").build()
     assert not (environments.BUILT / "no-peer").exists()
 
 
