@@ -3,7 +3,6 @@
 The faults of an input show in texts that hold one word, which no golden does: the bundle opens as any other.
 """
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ import tokenizers
 from onnx import TensorProto, helper, numpy_helper
 
 from service.core.bundle import describe_file
+from tests.json_files import editing
 from tests.samples import OUTLIER
 
 WORD = OUTLIER
@@ -142,8 +142,7 @@ def with_fault(bundle: Path, path: Path, fault: Fault) -> Path:
     del model.graph.node[:]
     model.graph.node.extend(nodes)
     onnx.save(model, path / GRAPH)
-    manifest = json.loads((path / "manifest.json").read_text())
-    (described,) = (graph for graph in manifest["graphs"] if graph["file"] == GRAPH)
-    described |= describe_file(path / GRAPH)
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    with editing(path / "manifest.json") as manifest:
+        (described,) = (graph for graph in manifest["graphs"] if graph["file"] == GRAPH)
+        described |= describe_file(path / GRAPH)
     return path

@@ -1,6 +1,5 @@
 """What a real server refuses, and how it ends: bad inputs, the drain, and bundles not to be served."""
 
-import json
 import shutil
 import signal
 import threading
@@ -14,6 +13,7 @@ from service.core.goldens import save_golden
 from tests import samples
 from tests.e2e.calls import embed_calls, same_answer
 from tests.e2e.conftest import SLOWLY, queued, serving, start, until
+from tests.json_files import editing
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -91,9 +91,8 @@ def test_goldens_that_disagree_are_found(tiny_bundle, tmp_path):
     golden = bundle.load(copy).golden
     golden.outputs["sentiment"][0] += 1
     save_golden(copy / "golden.npz", golden)
-    manifest = json.loads((copy / "manifest.json").read_text())
-    manifest["goldens"] |= bundle.describe_file(copy / "golden.npz")
-    (copy / "manifest.json").write_text(json.dumps(manifest))
+    with editing(copy / "manifest.json") as manifest:
+        manifest["goldens"] |= bundle.describe_file(copy / "golden.npz")
 
     code, said = refused(copy)
     assert code != 0

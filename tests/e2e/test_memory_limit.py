@@ -19,6 +19,7 @@ from service.engines.memory_limit import MemoryLimit, read_kills
 from service.settings import cgroup_directories
 from tests import samples
 from tests.e2e.conftest import serving, start
+from tests.json_files import editing
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -64,10 +65,9 @@ def test_a_service_without_memory_says_so(mini_bundle, cgroup, tmp_path):
     The bundle does not state its memory: the service refuses to start one that does.
     """
     silent = shutil.copytree(mini_bundle, tmp_path / mini_bundle.name)
-    manifest = json.loads((silent / "manifest.json").read_text(encoding="utf-8"))
-    for graph in manifest["graphs"]:
-        del graph["memory"]
-    (silent / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    with editing(silent / "manifest.json") as manifest:
+        for graph in manifest["graphs"]:
+            del graph["memory"]
     process = start(silent, "--port", "0", "--http-workers", "1", under=enter(cgroup))
     assert process.stderr is not None
     with process, process.stderr as log:

@@ -19,6 +19,7 @@ from benchmarks.lib.load_generator import Measured, closed_loop, open_loop, requ
 from tests import samples
 from tests.e2e.calls import Call, embed_calls, same_answer
 from tests.e2e.conftest import LIVENESS_S, Server, serving, until
+from tests.json_files import edit_json
 
 pytestmark = [pytest.mark.e2e, pytest.mark.exclusive, pytest.mark.nightly]
 
@@ -173,8 +174,7 @@ def test_a_flood_on_one_model_does_not_hold_up_another(mini_bundle, tmp_path, se
     """The other one's texts go next, and are never refused."""
     other = tmp_path / "other"
     shutil.copytree(mini_bundle, other)
-    manifest = json.loads((other / "manifest.json").read_text())
-    (other / "manifest.json").write_text(json.dumps({**manifest, "name": "other"}))
+    edit_json(other / "manifest.json", name="other")
     with serving(mini_bundle, other, "--deadline-ms", 2 * DEADLINE_MS) as server:
         crowd, alone = beside(server, traffic(server), traffic(server, "other"), seconds)
     assert alone.percentile(50) < crowd.percentile(50) / 2

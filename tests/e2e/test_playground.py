@@ -29,6 +29,8 @@ pytest.importorskip("playwright", reason="playwright is not installed")
 
 from playwright.sync_api import Browser, Error, Locator, Page, expect, sync_playwright
 
+from tests.json_files import editing
+
 CHROMIUM = Path("/usr/bin/chromium")
 expect.set_options(timeout=30_000)
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
@@ -389,10 +391,9 @@ def test_tokens_beyond_the_first_window_are_marked(page):
 def test_prompts_of_a_head_may_be_chosen(browser, server_url, tiny_bundle, tmp_path):
     """The box offers the prompts of a head that has one with a text, and sends the chosen name."""
     folder = shutil.copytree(tiny_bundle, tmp_path / "prompted")
-    manifest = json.loads((folder / "manifest.json").read_text())
-    head = manifest["heads"]["embeddings"]
-    head |= {"prompts": {"query": "find: ", "web": "sea "}, "default_prompt": "web"}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with editing(folder / "manifest.json") as manifest:
+        head = manifest["heads"]["embeddings"]
+        head |= {"prompts": {"query": "find: ", "web": "sea "}, "default_prompt": "web"}
     page = browser.new_page()
     page.goto(server_url)
     expect(page.locator("#model")).to_be_enabled()

@@ -32,6 +32,7 @@ from service.core.encode import Encoder
 from service.core.manifest import Head
 from service.core.session import RUNTIME, SessionOptions, open_session
 from tests import samples
+from tests.json_files import edit_json
 from tests.tiny import HEADS
 
 pytestmark = [pytest.mark.usefixtures("scratch"), pytest.mark.slow]
@@ -496,8 +497,7 @@ def change(name: str, **fields: Any) -> Spoil:
     """Set fields of a JSON file."""
 
     def spoil(folder: Path) -> None:
-        document = json.loads((folder / name).read_text())
-        (folder / name).write_text(json.dumps({**document, **fields}))
+        edit_json(folder / name, **fields)
 
     return spoil
 

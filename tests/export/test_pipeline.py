@@ -1,6 +1,5 @@
 """The export as a function: `pipeline.export` returns the manifest, and reports its steps to its caller alone."""
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from service.core import bundle
 from service.core.encode import Encoder
 from service.core.manifest import Head
 from tests import samples
+from tests.json_files import editing
 
 GRAPHS = ("fp32.onnx", "int8.onnx")
 
@@ -139,9 +139,8 @@ def test_a_temperature_is_carried(tiny_checkpoint, out, tmp_path):
     """A fitted temperature makes a bundle with the same graphs, goldens and space of vectors."""
     checkpoint = tmp_path / "checkpoint"
     shutil.copytree(tiny_checkpoint, checkpoint)
-    heads = json.loads((checkpoint / "heads.json").read_text())
-    heads["sentiment"]["calibration_temperature"] = 1.25
-    (checkpoint / "heads.json").write_text(json.dumps(heads))
+    with editing(checkpoint / "heads.json") as heads:
+        heads["sentiment"]["calibration_temperature"] = 1.25
 
     plain = pipeline.export(make_request(tiny_checkpoint, tmp_path / "plain"), print)
     manifest = pipeline.export(make_request(checkpoint, out), print)

@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +21,7 @@ from model.families.registry import FAMILIES
 from service.core import decode
 from service.core.encode import Encoder
 from tests import hub, samples
+from tests.json_files import edit_json
 
 TOLERANCE = {"rtol": 0.0, "atol": 1e-5}
 TEXTS = [*samples.STRANGE.values(), *(samples.text(words, seed=words) for words in (1, 9, 200))]
@@ -110,11 +110,6 @@ def test_cross_encoders(model_type, activation, tmp_path):
 # -- how a CrossEncoder says what becomes of its scores -------------------------------------------
 
 
-def edit(path: Path, **fields: Any) -> None:
-    document = json.loads(path.read_text()) if path.is_file() else {}
-    path.write_text(json.dumps(document | fields))
-
-
 IDENTITY, SIGMOID = head_config.IDENTITY, head_config.SIGMOID
 
 
@@ -136,7 +131,7 @@ IDENTITY, SIGMOID = head_config.IDENTITY, head_config.SIGMOID
 def test_older_cross_encoders(said, tmp_path):
     """Checkpoints without modules.json state the activation in config.json; the default is a sigmoid."""
     hub.save("bert", tmp_path, transformers.AutoModelForSequenceClassification, num_labels=1)
-    edit(tmp_path / "config.json", **said)
+    edit_json(tmp_path / "config.json", **said)
     expected = CrossEncoder(str(tmp_path), device="cpu").predict(PAIRS)
     np.testing.assert_allclose(scores(read_source(tmp_path)), expected, **TOLERANCE)
 
@@ -159,11 +154,11 @@ def test_other_activations_are_refused(tmp_path):
     hub.save_cross_encoder("bert", tmp_path / "a", torch.nn.Tanh())
     with pytest.raises(CheckpointError, match=r"cannot serve the activation torch.*\.Tanh"):
         read_source(tmp_path / "a")
-    edit(tmp_path / "a/config_sentence_transformers.json", activation_fn=IDENTITY)
+    edit_json(tmp_path / "a/config_sentence_transformers.json", activation_fn=IDENTITY)
     read_source(tmp_path / "a")
     for name in PLAIN:
         (tmp_path / "a" / name).unlink()
-    edit(tmp_path / "a/config.json", sentence_transformers={"activation_fn": "my.Scale"})
+    edit_json(tmp_path / "a/config.json", sentence_transformers={"activation_fn": "my.Scale"})
     with pytest.raises(CheckpointError, match=r"cannot serve the activation my\.Scale"):
         read_source(tmp_path / "a")
 
@@ -182,6 +177,6 @@ def test_other_cross_encoders_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="cannot serve Transformer, Pooling: they must be Tr"):
         read_source(tmp_path / "a")
     (tmp_path / "a/modules.json").write_text(json.dumps(modules))
-    edit(tmp_path / "a/config.json", architectures=["BertForTokenClassification"])
+    edit_json(tmp_path / "a/config.json", architectures=["BertForTokenClassification"])
     with pytest.raises(CheckpointError, match="a CrossEncoder that is no text classifier"):
         read_source(tmp_path / "a")

@@ -27,6 +27,7 @@ from service.core import decode
 from service.core.encode import Encoder
 from tests import samples
 from tests.export.helpers import assert_close, batch, padded_feeds, run_packed
+from tests.json_files import write_json
 from tests.tiny import perturb
 
 MAX_POSITIONS = 96
@@ -74,11 +75,6 @@ def saved(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def encoder(saved: Path, tmp_path: Path) -> Path:
     """The encoder's checkpoint, the test's own copy."""
     return shutil.copytree(saved, tmp_path / "encoder")
-
-
-def write_json(path: Path, document: Any) -> None:
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(document), encoding="utf-8")
 
 
 @torch.no_grad()

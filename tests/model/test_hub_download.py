@@ -23,6 +23,7 @@ from model.checkpoints.hub_download import (
 )
 from tests import hub
 from tests.hub_server import Hub, serve_hub
+from tests.json_files import editing
 from tests.stores import BUCKET, serve_folder, serve_s3, upload
 
 ROOT = Path(__file__).parents[2]
@@ -52,10 +53,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sentence-transformers directory with a dense layer and files that nothing reads."""
     folder = tmp_path_factory.mktemp("hub") / "model"
     hub.save_sentence_transformer("bert", folder, num_hidden_layers=1)
-    modules = json.loads((folder / "modules.json").read_text())
-    kind = "sentence_transformers.models.Dense"
-    modules.insert(2, {"idx": 3, "name": "3", "path": "2_Dense", "type": kind})
-    (folder / "modules.json").write_text(json.dumps(modules))
+    with editing(folder / "modules.json") as modules:
+        kind = "sentence_transformers.models.Dense"
+        modules.insert(2, {"idx": 3, "name": "3", "path": "2_Dense", "type": kind})
     (folder / "2_Dense").mkdir()
     layer = {"in_features": 32, "out_features": 32, "bias": False}
     (folder / "2_Dense/config.json").write_text(json.dumps(layer))

@@ -15,6 +15,7 @@ from model.checkpoints import reader
 from model.checkpoints.errors import CheckpointError
 from model.checkpoints.hub_names import check_numbers
 from model.checkpoints.weight_files import find_weights, read_tensors
+from tests.json_files import editing
 from tests.model.helpers import TOLERANCE, batch, ours, perturb, real, shape, theirs
 
 PACKED = batch([9, 1, 4])
@@ -123,9 +124,8 @@ def test_broken_pickles(content, tmp_path):
 
 
 def edit_map(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    document = json.loads((folder / INDEX).read_text())
-    change(document["weight_map"])
-    (folder / INDEX).write_text(json.dumps(document))
+    with editing(folder / INDEX) as document:
+        change(document["weight_map"])
 
 
 def first_shard(folder: Path) -> Path:

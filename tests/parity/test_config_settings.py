@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import json
 import re
 import sys
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from model.checkpoints.config_table import CONFIG_TABLES, OF_FAMILY, tables_of, 
 from model.checkpoints.errors import CheckpointError
 from model.checkpoints.settings_table import Handling, Setting
 from model.families.registry import FAMILIES
+from tests.json_files import edit_json, editing
 from tests.model.helpers import TOLERANCE, batch, ours, perturb, theirs
 
 SHAPE = {
@@ -242,8 +242,7 @@ def save(folder: Path, model_type: str, /, **fields: Any) -> Path:
 
 
 def edit(folder: Path, **fields: Any) -> Path:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    edit_json(folder / "config.json", **fields)
     return folder
 
 
@@ -305,9 +304,8 @@ def test_honored(family, name, value, tmp_path):
     folder = save(tmp_path, family, **fields)
     if name == "num_labels":  # transformers saves id2label in its place
         path = folder / "config.json"
-        document = json.loads(path.read_text())
-        del document["id2label"], document["label2id"]
-        path.write_text(json.dumps(document))
+        with editing(path) as document:
+            del document["id2label"], document["label2id"]
     assert_same_logits(edit(folder, **{name: value}), family)
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +32,7 @@ from service.tasks.reranking import Reranking
 from tests import hub, samples
 from tests.conftest import run_export
 from tests.e2e.conftest import serving
+from tests.json_files import edit_json
 from tests.tiny import perturb
 
 pytestmark = pytest.mark.slow
@@ -59,10 +59,6 @@ def compute(bundle: Path, precision: str, *tasks: EngineTask[Any]) -> list[Seque
             return found
 
     return asyncio.run(run())
-
-
-def edit(path: Path, **fields: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
 def check_vectors(folder: Path, least: float) -> None:
@@ -92,7 +88,7 @@ def test_qwen3_embedding(tmp_path):
     """A causal model's last token; `architectures` names a language model, without its output matrix."""
     folder = tmp_path / "model"
     hub.save_sentence_transformer("qwen3", folder, "lasttoken", PROMPTS, num_hidden_layers=1)
-    edit(folder / "config.json", architectures=["Qwen3ForCausalLM"])
+    edit_json(folder / "config.json", architectures=["Qwen3ForCausalLM"])
     check_vectors(folder, 0.99)
 
 

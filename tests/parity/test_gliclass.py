@@ -19,6 +19,7 @@ from service.errors import InvalidInput
 from service.tasks.zero_shot import ZeroShot
 from tests.conftest import run_export
 from tests.e2e.conftest import serving
+from tests.json_files import edit_json
 from tests.parity.gliclass_checkpoints import CASES, LABELS, RECORDED, TEXTS, save
 from tests.parity.test_gliner import compute
 
@@ -29,8 +30,7 @@ EXPORTED = (CASE, "bert-factors", "bert-attention")
 
 def checkpoint(folder: Path, case: str = CASE, **settings: Any) -> Path:
     save(folder, case, ALL[case]["shapes"])
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    edit_json(folder / "config.json", **settings)
     return folder
 
 

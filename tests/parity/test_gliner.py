@@ -30,6 +30,7 @@ from service.tasks.entity_recognition import EntityRecognition
 from service.tasks.labelled_entities import LabelledEntities
 from tests.conftest import run_export
 from tests.e2e.conftest import serving
+from tests.json_files import edit_json
 from tests.parity.gliner_checkpoints import CASES, LABELS, RECORDED, TEXTS, THRESHOLDS, save
 
 ALL = json.loads(RECORDED.read_text(encoding="utf-8"))
@@ -40,8 +41,7 @@ Results = list[list[Any]]
 
 def checkpoint(folder: Path, case: str = CASE, **settings: Any) -> Path:
     save(folder, case, ALL[case]["shapes"])
-    file = folder / "gliner_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    edit_json(folder / "gliner_config.json", **settings)
     return folder
 
 

@@ -36,6 +36,7 @@ from service.tasks.late_interaction import LateInteractionRanking, expanded, set
 from tests import hub, samples
 from tests.conftest import run_export
 from tests.e2e.conftest import serving
+from tests.json_files import edit_json, editing
 
 HEAD = "late-interaction"
 DIMENSIONS = 16
@@ -237,9 +238,8 @@ def save_first(folder: Path, **metadata: Any) -> Path:
     weights = {f"bert.{name}": tensor for name, tensor in weights.items()}
     weight = torch.randn(DIMENSIONS, hub.SHAPE["hidden_size"], generator=torch.manual_seed(3))
     save_file({**weights, "linear.weight": weight}, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config["architectures"] = ["HF_ColBERT"]
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with editing(folder / "config.json") as config:
+        config["architectures"] = ["HF_ColBERT"]
     if metadata:
         (folder / "artifact.metadata").write_text(json.dumps(metadata), encoding="utf-8")
     return folder
@@ -301,8 +301,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_refused(file, name, value, saved, tmp_path):
     """A value that is not served is named in one line."""
     folder = shutil.copytree(saved, tmp_path / "model")
-    path = folder / file
-    path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+    edit_json(folder / file, **{name: value})
     with pytest.raises(CheckpointError, match=rf"^[^\n]*{name}[^\n]*$"):
         read_source(folder)
 

@@ -2,7 +2,6 @@
 
 import base64
 import itertools
-import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from sentence_transformers.util import quantize_embeddings
 from export.__main__ import main as export
 from tests import hub, samples
 from tests.e2e.conftest import Server, serving
+from tests.json_files import edit_json
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -93,9 +93,7 @@ def minilm(tmp_path_factory: pytest.TempPathFactory, minilm_folder: Path) -> Ite
     """The real MiniLM, with prompts, trained dimensions and ranges."""
     folder = tmp_path_factory.mktemp("saved") / "minilm"
     shutil.copytree(minilm_folder, folder)
-    prompts = {"prompts": PROMPTS, "default_prompt_name": "passage"}
-    config = json.loads((folder / FILE).read_text()) if (folder / FILE).is_file() else {}
-    (folder / FILE).write_text(json.dumps({**config, **prompts}))
+    edit_json(folder / FILE, prompts=PROMPTS, default_prompt_name="passage")
     texts = folder.with_name("texts.txt")
     texts.write_text("\n".join(CALIBRATION))
     flags = ["--dimensions", "64", "128", "--calibrate", str(texts)]

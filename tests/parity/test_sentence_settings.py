@@ -48,6 +48,7 @@ from service.core.encode import Encoder
 from service.core.manifest import PROMPT_NAMES
 from tests import hub, samples
 from tests.conftest import run_export
+from tests.json_files import edit_json, write_json
 
 TEXTS = [samples.text(words, seed=words) for words in (1, 9, 30, 200)]
 TEXTS += [TEXTS[1].upper(), "Ada  DREW a \u00c9t\u00e9."]
@@ -71,16 +72,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(saved: Path, tmp_path: Path) -> Path:
     """The test's own copy."""
     return shutil.copytree(saved, tmp_path / "model")
-
-
-def write(path: Path, document: Any) -> None:
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(document), encoding="utf-8")
-
-
-def edit(path: Path, **fields: Any) -> None:
-    document = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    write(path, {**document, **fields})
 
 
 def vectors(folder: Path) -> np.ndarray:
@@ -111,23 +102,23 @@ def test_sentence_files(name, folder):
     """Each name of the Transformer's own file is read."""
     before = assert_same_vectors(folder)
     (folder / SENTENCE).unlink()
-    write(folder / name, {"max_seq_length": 8, "do_lower_case": False})
+    write_json(folder / name, {"max_seq_length": 8, "do_lower_case": False})
     assert differs(before, assert_same_vectors(folder))
 
 
 def test_first_file_counts(folder):
     """The first file that is not empty counts, as in sentence-transformers."""
-    write(folder / SENTENCE_FILES[0], {})
-    write(folder / SENTENCE_FILES[3], {"max_seq_length": 20})
-    write(folder / SENTENCE_FILES[2], {"max_seq_length": 8})
+    write_json(folder / SENTENCE_FILES[0], {})
+    write_json(folder / SENTENCE_FILES[3], {"max_seq_length": 20})
+    write_json(folder / SENTENCE_FILES[2], {"max_seq_length": 8})
     assert_same_vectors(folder)
     assert {"max_seq_length": 8} == read_sentence_config(folder)
 
 
 def test_without_modules(folder):
     """Without `modules.json` none of these files is read, as in sentence-transformers."""
-    write(folder / SENTENCE, {"max_seq_length": 8})
-    edit(folder / MODEL, prompts={"query": "query: "}, default_prompt_name="query")
+    write_json(folder / SENTENCE, {"max_seq_length": 8})
+    edit_json(folder / MODEL, prompts={"query": "query: "}, default_prompt_name="query")
     for name in ("modules.json", "1_Pooling/config.json"):
         (folder / name).unlink()
     (folder / "1_Pooling").rmdir()
@@ -144,11 +135,11 @@ def test_transformer_in_its_folder(folder):
     for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json", "config.json"):
         (folder / name).rename(inner / name)
     (folder / SENTENCE).unlink()
-    write(inner / SENTENCE, {"max_seq_length": 8})
-    write(folder / "config.json", {"__version__": "0.3.9"})
+    write_json(inner / SENTENCE, {"max_seq_length": 8})
+    write_json(folder / "config.json", {"__version__": "0.3.9"})
     modules = json.loads((folder / "modules.json").read_text())
     modules[0]["path"] = "0_Transformer"
-    write(folder / "modules.json", modules)
+    write_json(folder / "modules.json", modules)
     assert differs(before, assert_same_vectors(folder))
 
 
@@ -159,9 +150,9 @@ def test_lower_case(folder):
         **{"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True},
         **{"strip_accents": False, "lowercase": False},
     }
-    write(folder / "tokenizer.json", state)
+    write_json(folder / "tokenizer.json", state)
     before = assert_same_vectors(folder)
-    edit(folder / SENTENCE, do_lower_case=True)
+    edit_json(folder / SENTENCE, do_lower_case=True)
     after = assert_same_vectors(folder)
     assert differs(before, after)
     np.testing.assert_allclose(after[1], after[4], atol=1e-6)
@@ -191,14 +182,14 @@ POOLINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", POOLINGS)
 def test_pooling(case, word, folder):
     """Every way to write a pooling is read as sentence-transformers reads it."""
-    write(folder / "1_Pooling/config.json", {word: 32, **POOLINGS[case]})
+    write_json(folder / "1_Pooling/config.json", {word: 32, **POOLINGS[case]})
     widen(folder, len(read_pooling_mode(folder / "1_Pooling/config.json")))
     assert_same_vectors(folder)
 
 
 def widen(folder: Path, modes: int) -> None:
     """Give the dense layer the width of several concatenated poolings."""
-    edit(folder / "2_Dense/config.json", in_features=32 * modes)
+    edit_json(folder / "2_Dense/config.json", in_features=32 * modes)
     path = folder / "2_Dense/model.safetensors"
     layer = load_file(path)
     layer["linear.weight"] = torch.cat(
@@ -210,7 +201,7 @@ def widen(folder: Path, modes: int) -> None:
 @pytest.mark.parametrize("fields", [{}, {"bias": True}, {"use_residual": False}])
 def test_dense(fields, folder):
     """What a dense layer leaves out has sentence-transformers' value."""
-    write(folder / "2_Dense/config.json", {"in_features": 32, "out_features": 20, **fields})
+    write_json(folder / "2_Dense/config.json", {"in_features": 32, "out_features": 20, **fields})
     assert_same_vectors(folder)
 
 
@@ -273,7 +264,7 @@ HARMLESS: list[tuple[str, str, Any]] = [
 @pytest.mark.parametrize(("file", "name", "value"), HARMLESS)
 def test_harmless_values(file, name, value, folder):
     """A value that is read or has no effect gives sentence-transformers' vectors."""
-    edit(folder / file, **{name: value})
+    edit_json(folder / file, **{name: value})
     assert_same_vectors(folder)
 
 
@@ -326,7 +317,7 @@ REFUSED: list[tuple[str, str, Any]] = [
 @pytest.mark.parametrize(("file", "name", "value"), REFUSED)
 def test_refused(file, name, value, folder):
     """A value that is not served is named in one line."""
-    edit(folder / file, **{name: value})
+    edit_json(folder / file, **{name: value})
     word = re.escape(name).replace("_mode", "").replace("activation_function", "activation")
     with pytest.raises(CheckpointError, match=rf"^[^\n]*{word}[^\n]*$") as raised:
         read_source(folder)
@@ -344,7 +335,7 @@ def test_refused(file, name, value, folder):
 )
 def test_prompts(prompts, default, folder):
     """The head has the prompts of sentence-transformers, with the same default."""
-    edit(folder / MODEL, prompts=prompts, default_prompt_name=default)
+    edit_json(folder / MODEL, prompts=prompts, default_prompt_name=default)
     peer = SentenceTransformer(str(folder), device="cpu")
     head = read_source(folder).model.described["embedding"]
     assert head.named_prompts == peer.prompts
@@ -353,9 +344,9 @@ def test_prompts(prompts, default, folder):
 
 def test_prompts_that_are_not_pooled(folder):
     """Pooling without the prompt's tokens is refused where a prompt has a text, and recorded where none has."""
-    edit(folder / "1_Pooling/config.json", include_prompt=False)
+    edit_json(folder / "1_Pooling/config.json", include_prompt=False)
     assert not read_source(folder).model.described["embedding"].include_prompt
-    edit(folder / MODEL, prompts={"query": "query: "})
+    edit_json(folder / MODEL, prompts={"query": "query: "})
     with pytest.raises(CheckpointError, match=r"1_Pooling/config\.json: include_prompt = False"):
         read_source(folder)
 
@@ -363,7 +354,7 @@ def test_prompts_that_are_not_pooled(folder):
 def test_default_prompt_of_a_cross_encoder(tmp_path):
     """A prompt before every pair is refused, with what to do."""
     hub.save_cross_encoder("bert", tmp_path, torch.nn.Sigmoid(), num_hidden_layers=1)
-    edit(tmp_path / MODEL, prompts={"query": "query: "}, default_prompt_name="query")
+    edit_json(tmp_path / MODEL, prompts={"query": "query: "}, default_prompt_name="query")
     with pytest.raises(CheckpointError, match="'query: ' before the texts in requests"):
         read_source(tmp_path)
 
@@ -415,7 +406,7 @@ def test_routes(case, routed):
     """Each input type has the route that sentence-transformers finds for a text."""
     router = json.loads((routed / "router_config.json").read_text())
     router["parameters"] |= ROUTES[case]
-    write(routed / "router_config.json", router)
+    write_json(routed / "router_config.json", router)
     peer = SentenceTransformer(str(routed), device="cpu")[0]
     expected = {
         task: f"{peer._resolve_route(task=task, modality='text')}_2_Dense"
@@ -469,7 +460,7 @@ def test_broken_routes(case, routed):
     change, message = BROKEN_ROUTES[case]
     router = json.loads((routed / "router_config.json").read_text())
     change(router)
-    write(routed / "router_config.json", router)
+    write_json(routed / "router_config.json", router)
     with pytest.raises(CheckpointError, match=message) as raised:
         read_source(routed)
     assert "\n" not in str(raised.value)
@@ -498,7 +489,7 @@ def test_trained_dimensions(case, folder):
     text, expected = CARDS[case]
     (folder / "README.md").write_text(f"# A model\n{text}\n")
     assert tuple(expected) == read_source(folder).model.described["embedding"].matryoshka_dimensions
-    edit(folder / "config.json", matryoshka_dimensions=[20, 4])
+    edit_json(folder / "config.json", matryoshka_dimensions=[20, 4])
     assert (4, 20) == read_source(folder).model.described["embedding"].matryoshka_dimensions
 
 
@@ -526,7 +517,7 @@ BROKEN_MODULES: dict[str, tuple[Change, str]] = {
 def test_broken_modules(case, folder):
     """A list of modules that is none, and a module that is not served, are refused in one line."""
     change, message = BROKEN_MODULES[case]
-    write(folder / "modules.json", change(json.loads((folder / "modules.json").read_text())))
+    write_json(folder / "modules.json", change(json.loads((folder / "modules.json").read_text())))
     with pytest.raises(CheckpointError, match=message):
         read_source(folder)
 
@@ -618,8 +609,8 @@ def test_every_refused_setting_is_compared():
 def test_unknown_settings(folder):
     """Names that sentence-transformers does not read are listed by their files."""
     assert {} == unknown_sentence_settings(folder)
-    edit(folder / "1_Pooling/config.json", colour="red")
-    edit(folder / MODEL, author="Ada", b=1)
+    edit_json(folder / "1_Pooling/config.json", colour="red")
+    edit_json(folder / MODEL, author="Ada", b=1)
     expected = {
         "1_Pooling/config.json": ["colour"],
         MODEL: ["author", "b"],

@@ -28,6 +28,7 @@ from model.checkpoints.tokenizer_tables import (
 )
 from service.core.encode import Encoder
 from tests import samples
+from tests.json_files import write_json
 
 Document = dict[str, Any]
 
@@ -54,10 +55,6 @@ def assert_message(message: str, *parts: object) -> None:
     """One line that names these parts."""
     assert "\n" not in message
     assert not [part for part in map(str, parts) if part not in message]
-
-
-def write_json(path: Path, document: Any) -> None:
-    path.write_text(json.dumps(document), encoding="utf-8")
 
 
 def change_json(path: Path, change: Callable[[Document], object]) -> None:

@@ -1,7 +1,6 @@
 """Sparse heads: a small masked language model, and a small bge-m3."""
 
 import asyncio
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +31,7 @@ from service.tasks.sparse_embedding import SparseEmbedding, SparseRanking
 from tests import hub, samples
 from tests.conftest import run_export
 from tests.e2e.conftest import serving
+from tests.json_files import edit_json
 
 TEXTS = [
     "Paris is the capital of France.",
@@ -137,8 +137,7 @@ def test_refused_settings(tmp_path, file, change, named):
     plain = hub.save("bert", tmp_path / "checkpoint", transformers.AutoModelForMaskedLM)
     folder = tmp_path / "encoder"
     SparseEncoder(str(plain)).save_pretrained(str(folder))
-    document = json.loads((folder / file).read_text())
-    (folder / file).write_text(json.dumps({**document, **change}))
+    edit_json(folder / file, **change)
     with pytest.raises(CheckpointError, match=named):
         read_source(folder)
 

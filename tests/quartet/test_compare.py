@@ -24,18 +24,15 @@ from tests import samples
 from tests.conftest import run_export
 from tests.e2e.conftest import serving
 from tests.http_thread import serving_in_thread
+from tests.json_files import edit_json, editing
 
 TEXTS = [samples.text(1 + index * 7 % 60, seed=index) for index in range(12)]
 LONG = [samples.text(words, seed=words) for words in (150, 260, 400)]
 NAMED = ["🚀 Angela Merkel went to Paris.", "The café of Zürich, 🎉 says Bob.", "Nothing here."]
 
 
-def edit(file: Path, **fields: Any) -> None:
-    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
-
-
 def pool(mode: str) -> Callable[[Path], None]:
-    return lambda folder: edit(
+    return lambda folder: edit_json(
         folder / "1_Pooling" / "config.json", pooling_mode_mean_tokens=False, **{mode: True}
     )
 
@@ -46,15 +43,14 @@ def keep_length(folder: Path) -> None:
 
 
 def keep_case(folder: Path) -> None:
-    described = json.loads((folder / "tokenizer.json").read_text())
-    described["normalizer"]["lowercase"] = False
-    (folder / "tokenizer.json").write_text(json.dumps(described))
-    edit(folder / "tokenizer_config.json", do_lower_case=False)
-    edit(folder / "sentence_bert_config.json", do_lower_case=False)
+    with editing(folder / "tokenizer.json") as described:
+        described["normalizer"]["lowercase"] = False
+    edit_json(folder / "tokenizer_config.json", do_lower_case=False)
+    edit_json(folder / "sentence_bert_config.json", do_lower_case=False)
 
 
 def setting(file: str, **fields: Any) -> Callable[[Path], None]:
-    return lambda folder: edit(folder / file, **fields)
+    return lambda folder: edit_json(folder / file, **fields)
 
 
 # Changes to the files of a checkpoint that sentence-transformers runs, and the cause and value that must be named.

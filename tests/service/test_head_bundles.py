@@ -1,7 +1,6 @@
 """Heads of their own bundles read the hidden states of an encoder that is served once."""
 
 import asyncio
-import json
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -30,6 +29,7 @@ from service.tasks.embedding import Embedding
 from service.tasks.entity_recognition import EntityRecognition
 from service.tasks.question_answering import QuestionAnswering
 from tests.head_bundles import save_head
+from tests.json_files import edit_json, editing
 
 TEXTS = ["the gardener oiled the old shears", "moss", "clay and rust on a wheel, " * 9]
 TASKS = ("classification", "ner", "qa", "embedding")
@@ -141,8 +141,7 @@ async def test_a_head_without_its_encoder_is_refused(tiny_bundle, states_bundle,
     root = tmp_path / "models"
     shutil.copytree(heads / "qa", root / "qa")
     other = shutil.copytree(states_bundle, root / "states")
-    manifest = json.loads((other / "manifest.json").read_text())
-    (other / "manifest.json").write_text(json.dumps({**manifest, "weights_license": "MIT"}))
+    edit_json(other / "manifest.json", weights_license="MIT")
     async with serving(tiny_bundle, models_dir=root) as service:
         with pytest.raises(Conflict, match=r"its encoder states@1 .* is not served here"):
             await service.load_model("qa")
@@ -161,9 +160,8 @@ async def test_other_weights_fail_the_goldens(states_bundle, heads, tmp_path):
     with np.load(head / "heads.npz") as arrays:
         changed = {name: array * np.float32(1.5) for name, array in arrays.items()}
     np.savez(head / "heads.npz", **changed)
-    manifest = json.loads((head / "manifest.json").read_text())
-    manifest["encoder"]["weights"] = describe_file(head / "heads.npz")
-    (head / "manifest.json").write_text(json.dumps(manifest))
+    with editing(head / "manifest.json") as manifest:
+        manifest["encoder"]["weights"] = describe_file(head / "heads.npz")
     async with serving(states_bundle, models_dir=root) as service:
         with pytest.raises(BadBundle, match="goldens disagree at fp32: classification differs"):
             await service.load_model("head")

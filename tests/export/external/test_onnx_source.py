@@ -23,6 +23,7 @@ from service.core.encode import Encoder
 from service.core.packing import Packed
 from service.core.session import BatchOutputs, SessionOptions, open_session
 from tests import samples
+from tests.json_files import write_json
 
 pytestmark = [pytest.mark.usefixtures("scratch"), pytest.mark.slow]
 
@@ -118,11 +119,6 @@ def write(folder: Path, task: str, proto: onnx.ModelProto | None = None, **confi
     write_json(folder / "config.json", {k: v for k, v in document.items() if v is not None})
     onnx.save(proto or graph_for(task), folder / "model.onnx")
     return folder
-
-
-def write_json(path: Path, document: Any) -> None:
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(document), encoding="utf-8")
 
 
 def write_modules(folder: Path, *kinds: str) -> None:

@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub
 import pytest
@@ -21,6 +20,7 @@ from model.families.bert_names import BERT
 from model.families.registry import family_named
 from model.heads import EncoderWithHeads, Pretraining
 from service.core.manifest import Head
+from tests.json_files import edit_json, editing
 from tests.model.checkpoints.helpers import HEADS, PACKED, PEERS, our_output, peer_output
 from tests.model.helpers import TOLERANCE, batch, ours, perturb, real, shape, theirs
 
@@ -128,11 +128,6 @@ def edit_weights(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, T
     save_file(change(load_file(path)), path)
 
 
-def edit_config(folder: Path, **fields: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
-
-
 def test_old_names(saved):
     """Norms called gamma and beta, as in old files, are read like new ones."""
     new = reader.load_encoder(saved).state_dict()
@@ -171,7 +166,7 @@ class TestRefusals:
 
     def test_foreign_architecture(self, saved):
         """An architecture that is none of ours is refused by name."""
-        edit_config(saved, architectures=["BertForMultipleChoice"])
+        edit_json(saved / "config.json", architectures=["BertForMultipleChoice"])
 
         with pytest.raises(CheckpointError, match="BertForMultipleChoice is none of BertForSeq"):
             reader.load_model(saved)
@@ -186,7 +181,7 @@ class TestRefusals:
     )
     def test_foreign_config(self, saved, fields, message):
         """A config of another kind of model is refused by its file and field."""
-        edit_config(saved, **fields)
+        edit_json(saved / "config.json", **fields)
 
         for load in (
             reader.load_model,
@@ -213,7 +208,11 @@ class TestRefusals:
 
     def test_unknown_problem_type(self, saved):
         """A problem type that is not BERT's is refused by file and field."""
-        edit_config(saved, architectures=[PEERS["classification"].__name__], problem_type="rank")
+        edit_json(
+            saved / "config.json",
+            architectures=[PEERS["classification"].__name__],
+            problem_type="rank",
+        )
 
         with pytest.raises(CheckpointError, match=r"config\.json: problem_type: .*'regression'"):
             reader.load_model(saved)
@@ -297,7 +296,7 @@ class TestFillMask:
     @torch.no_grad()
     def test_logits_at_positions(self, folder, kind):
         """Logits at given positions equal the masked language model's, also for one with another objective."""
-        edit_config(folder, architectures=[kind])
+        edit_json(folder / "config.json", architectures=[kind])
         rows = reader.read_config(folder).vocab_size
         packed = batch([5, 1, 9], rows)
         places = torch.tensor([2, 5, 14])
@@ -330,9 +329,8 @@ class TestFillMask:
     def test_no_mask_token(self, folder):
         """A tokenizer without a mask token is refused, by the file that should name it."""
         path = folder / "tokenizer_config.json"
-        settings = json.loads(path.read_text())
-        del settings["mask_token"]
-        path.write_text(json.dumps(settings))
+        with editing(path) as settings:
+            del settings["mask_token"]
 
         with pytest.raises(CheckpointError, match=r"tokenizer_config.json: mask_token is missing"):
             reader.load_model(folder)
@@ -368,7 +366,7 @@ class TestFillMask:
 
     def test_another_masked_language_model(self, folder):
         """DeBERTa's of the third version is refused."""
-        edit_config(folder, legacy=False)
+        edit_json(folder / "config.json", legacy=False)
 
         with pytest.raises(CheckpointError, match=r"config\.json: legacy = false"):
             reader.read_heads(folder)

@@ -1,6 +1,5 @@
 """What a teacher's answers, relations, states and vectors cost is what their definitions say."""
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from service.core import packing
 from service.core.encode import Encoder, load_tokenizer
 from service.core.manifest import Head
 from tests import hub
+from tests.json_files import edit_json
 from tests.model.helpers import LENGTHS, batch, shape
 from tests.model.helpers import ours as arguments
 
@@ -503,8 +503,7 @@ def test_a_teacher_that_cannot_be_read_is_refused(tokenizer_file, tmp_path):
 def test_a_teacher_with_a_default_prompt(tmp_path):
     """It would read the student's tokens without its prompt, so it is refused."""
     hub.save_sentence_transformer("bert", tmp_path / "teacher", num_hidden_layers=1)
-    path = tmp_path / "teacher/config_sentence_transformers.json"
     prompts = {"prompts": {"query": "query: "}, "default_prompt_name": "query"}
-    path.write_text(json.dumps({**json.loads(path.read_text()), **prompts}))
+    edit_json(tmp_path / "teacher/config_sentence_transformers.json", **prompts)
     with pytest.raises(CheckpointError, match="head embedding has the default prompt 'query'"):
         distillation.load(str(tmp_path / "teacher"), torch.device("cpu"))

@@ -11,6 +11,7 @@ from pydantic import Field
 from model.run_settings import RunSettings
 from model.training import run_record
 from model.training.run_record import OtherRunError, RunRecord, check_output
+from tests.json_files import editing
 
 
 class Head(RunSettings):
@@ -118,10 +119,9 @@ def test_an_entry_of_a_table_is_named(settings, data):
 def test_settings_that_an_older_version_did_not_have(settings):
     """They count as defaults, and settings that no longer exist are ignored."""
     path = Path(settings.output) / "record.json"
-    document = json.loads(path.read_text())
-    del document["settings"]["lr"], document["settings"]["heads"]["topic"]["weight"]
-    document["settings"]["gone"] = 1
-    path.write_text(json.dumps(document))
+    with editing(path) as document:
+        del document["settings"]["lr"], document["settings"]["heads"]["topic"]["weight"]
+        document["settings"]["gone"] = 1
     check_output(settings)
     assert "lr: 0.5 (was 0.1)" in refusal(replace(settings, lr=0.5))
 

@@ -1,7 +1,6 @@
 """Sessions on the tiny bundle: which graph, on which provider, and when a bundle is not served."""
 
 import ctypes
-import json
 import os
 import platform
 import shutil
@@ -37,6 +36,7 @@ from service.core.session import (
     padded_feeds,
     usable_kinds,
 )
+from tests.json_files import editing
 from tests.service.fakes import FakeDriver
 
 ONE_THREAD = SessionOptions(threads=1)
@@ -63,11 +63,10 @@ def packed(opened: Bundle, sentences: list[str]) -> Packed:
 def change_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Rewrite the manifest; hashes of files that were changed are set right, too."""
     path = folder / "manifest.json"
-    manifest = json.loads(path.read_text())
-    for part in (manifest["vocabulary"], manifest["goldens"], *manifest["graphs"]):
-        part.update(bundle.describe_file(folder / part["file"]))
-    change(manifest)
-    path.write_text(json.dumps(manifest))
+    with editing(path) as manifest:
+        for part in (manifest["vocabulary"], manifest["goldens"], *manifest["graphs"]):
+            part.update(bundle.describe_file(folder / part["file"]))
+        change(manifest)
 
 
 def only(layout: str) -> Callable[[dict[str, Any]], object]:

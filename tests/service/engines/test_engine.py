@@ -1,7 +1,6 @@
 """One engine on the tiny bundle: what each task answers, counts and refuses."""
 
 import asyncio
-import json
 import math
 import shutil
 import threading
@@ -43,6 +42,7 @@ from service.tasks.embedding import Embedding
 from service.tasks.entity_recognition import EntityRecognition
 from service.tasks.question_answering import QuestionAnswering
 from tests import samples
+from tests.json_files import editing
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -147,9 +147,8 @@ async def test_calibrated(tiny, tiny_bundle, tmp_path):
     """Calibrated scores follow from logits divided by the head's temperature; other scores stay the same."""
     folder = tmp_path / "calibrated"
     shutil.copytree(tiny_bundle, folder)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["heads"]["sentiment"]["calibration_temperature"] = 2.0
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with editing(folder / "manifest.json") as manifest:
+        manifest["heads"]["sentiment"]["calibration_temperature"] = 2.0
     logits = classify(SHORT, function_to_apply="none")
     raw = classify(SHORT)
     settings = Settings(bundles=(folder,), provider="cpu", threads=1)
@@ -170,10 +169,9 @@ async def test_the_description_has_the_memory_of_the_graph_that_runs(tiny_bundle
     """`GET /models` can show it as JSON, which has only strings as keys."""
     folder = tmp_path / "stated"
     shutil.copytree(tiny_bundle, folder)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    for graph in manifest["graphs"]:
-        graph["memory"] = {"opened": 5, "batches": {"128": 7, "1024": 9}}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with editing(folder / "manifest.json") as manifest:
+        for graph in manifest["graphs"]:
+            graph["memory"] = {"opened": 5, "batches": {"128": 7, "1024": 9}}
     async with open_local_engines(
         Metrics(), Settings(bundles=(folder,), provider="cpu", threads=1)
     ) as engines:

@@ -1,6 +1,5 @@
 """A further kind of device is one record and one row of the table: here an NPU, which computes on the CPU."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from service.core.session import ProviderError, device_problem, ort
 from service.observability.metrics import Metrics
 from service.processes.single_process import open_local_engines
 from service.settings import Settings
+from tests.json_files import editing
 from tests.service.engines.test_registry import embed
 
 NPU = DeviceKind(
@@ -63,13 +63,12 @@ def npu(monkeypatch: pytest.MonkeyPatch) -> None:
 def folder(tiny_bundle: Path, tmp_path: Path) -> Path:
     """The tiny bundle, whose portable graph is for the NPU only."""
     copy = shutil.copytree(tiny_bundle, tmp_path / "copy")
-    manifest = json.loads((copy / "manifest.json").read_text())
-    for graph in manifest["graphs"]:
-        if graph["layout"] == "packed" and graph["provider"] == "any":
-            graph["provider"] = "cpu"
-        elif graph["layout"] == "portable":
-            graph["provider"] = "npu"
-    (copy / "manifest.json").write_text(json.dumps(manifest))
+    with editing(copy / "manifest.json") as manifest:
+        for graph in manifest["graphs"]:
+            if graph["layout"] == "packed" and graph["provider"] == "any":
+                graph["provider"] = "cpu"
+            elif graph["layout"] == "portable":
+                graph["provider"] = "npu"
     return copy
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import json
 import math
 import shutil
 import threading
@@ -33,6 +32,7 @@ from service.scheduling.entries import Entry
 from service.scheduling.executor import BatchStats, Running
 from service.scheduling.load import MAX_QUEUE_TOKENS
 from service.settings import Settings
+from tests.json_files import editing
 from tests.versions import GRAPH, read_manifest, restate, save_version
 
 
@@ -106,13 +106,12 @@ def test_a_bundle_is_measured_by_the_layout_of_its_graph(
 ):
     """The layout decides whether padding costs time, and unbatched graphs are measured with single texts only."""
     path = shutil.copytree(tiny_bundle, tmp_path / "copy")
-    manifest = json.loads((path / "manifest.json").read_text())
-    graphs = {
-        graph["layout"]: graph for graph in manifest["graphs"] if graph["precision"] == "fp32"
-    }
-    kept = graphs["packed" if layout == "packed" else "portable"]
-    manifest["graphs"] = [{**kept, "layout": layout}]
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    with editing(path / "manifest.json") as manifest:
+        graphs = {
+            graph["layout"]: graph for graph in manifest["graphs"] if graph["precision"] == "fp32"
+        }
+        kept = graphs["packed" if layout == "packed" else "portable"]
+        manifest["graphs"] = [{**kept, "layout": layout}]
     session = open_session(bundle.load(path), provider="cpu", options=SessionOptions(threads=1))
     runner = Runner(bundle.load(path), {1: session})
     monkeypatch.setattr(local_device, "WARM_UP_S", 60)  # time for every shape

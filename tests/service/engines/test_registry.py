@@ -27,6 +27,7 @@ from service.scheduling.load import Load
 from service.settings import Settings
 from service.tasks.embedding import Embedding
 from tests import samples
+from tests.json_files import edit_json
 
 RUNS_ON = RunsOn("fp32", "packed", "CPUExecutionProvider", None, "onnxruntime 1")
 
@@ -43,8 +44,7 @@ def settings(*bundles: Path, **fields: object) -> Settings:
 def second(tiny_bundle: Path, tmp_path: Path) -> Path:
     """The tiny bundle as version 2."""
     copy = shutil.copytree(tiny_bundle, tmp_path / "second")
-    manifest = json.loads((copy / "manifest.json").read_text())
-    (copy / "manifest.json").write_text(json.dumps({**manifest, "version": "2"}))
+    edit_json(copy / "manifest.json", version="2")
     return copy
 
 
