@@ -1,9 +1,27 @@
-"""A server of the standard library in a thread of the tests."""
+"""Servers of the standard library in threads of the tests."""
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+
+class QuietHandler(BaseHTTPRequestHandler):
+    """A handler that writes no log."""
+
+    def read_body(self) -> bytes:
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+    def reply(self, content: bytes, status: int = 200, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
 
 
 @contextmanager

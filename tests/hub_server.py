@@ -5,12 +5,12 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from tests.http_thread import serving_in_thread
+from tests.http_thread import QuietHandler, serving_in_thread
 
 
 @dataclass
@@ -50,29 +50,17 @@ def serve_hub() -> Iterator[Hub]:
     """A server on a free port of this machine."""
     hub = Hub()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         protocol_version = "HTTP/1.1"
 
-        def log_message(self, *_: Any) -> None:
-            """Write no log."""
-
-        def do_HEAD(self) -> None:
-            self.respond(with_body=False)
-
         def do_GET(self) -> None:
-            self.respond(with_body=True)
-
-        def respond(self, with_body: bool) -> None:
             path = unquote(urlsplit(self.path).path).strip("/")
             status, headers, body = answer(hub, path)
-            if with_body and "/resolve/" in path and status == 200:
+            if self.command == "GET" and "/resolve/" in path and status == 200:
                 hub.downloads.append(path.split("/resolve/")[1].partition("/")[2])
-            self.send_response(status)
-            for name, value in {**headers, "Content-Length": str(len(body))}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            if with_body:
-                self.wfile.write(body)
+            self.reply(body, status, **headers)
+
+        do_HEAD = do_GET
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     hub.url = f"http://127.0.0.1:{server.server_port}"

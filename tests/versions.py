@@ -3,6 +3,7 @@
 import json
 import shutil
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,20 @@ def save_version(full: Path, path: Path, version: str, **manifest: Any) -> Path:
         write_manifest(folder, {**said, "version": version, "graphs": graphs, **manifest})
         answer_goldens(folder)
     return path
+
+
+def save_fleet(full: Path, folder: Path, names: Sequence[str]) -> Path:
+    """Write a bundle of each name, whose answers differ; returns the folder."""
+    for name in names:
+        save_version(full, folder / name, name)
+        restate(folder / name, name=name, version="1")
+    return folder
+
+
+def change_a_byte(folder: Path) -> None:
+    data = bytearray((folder / "weights.bin").read_bytes())
+    data[len(data) // 2] ^= 1
+    (folder / "weights.bin").write_bytes(data)
 
 
 def move_weights(source: Path, target: Path, seed: int) -> None:

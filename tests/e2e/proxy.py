@@ -3,12 +3,13 @@
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from email.message import Message
 from http.client import HTTPConnection, HTTPResponse
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import NamedTuple
 
 from tests.e2e.conftest import Server
-from tests.http_thread import serving_in_thread
+from tests.http_thread import QuietHandler, serving_in_thread
 
 NOT_PASSED_ON = {"connection", "content-length", "date", "host", "server", "transfer-encoding"}
 
@@ -35,7 +36,11 @@ class Proxy(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
 
-class Handler(BaseHTTPRequestHandler):
+def passed_on(headers: Message) -> dict[str, str]:
+    return {name: value for name, value in headers.items() if name.lower() not in NOT_PASSED_ON}
+
+
+class Handler(QuietHandler):
     protocol_version = "HTTP/1.1"
     server: Proxy
 
@@ -51,10 +56,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def ask(self, service: Server) -> tuple[HTTPResponse, bytes]:
         """Send the request to a service; return its answer and the body of it."""
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0))) or None
-        own = {
-            key: value for key, value in self.headers.items() if key.lower() not in NOT_PASSED_ON
-        }
+        body, own = self.read_body() or None, passed_on(self.headers)
         with closing(HTTPConnection("127.0.0.1", service.port, timeout=60)) as connection:
             connection.request(self.command, self.path, body, own)
             reply = connection.getresponse()
@@ -62,16 +64,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self, reply: HTTPResponse, content: bytes) -> None:
         """Send a service's answer to the client."""
-        self.send_response(reply.status)
-        for key, value in reply.headers.items():
-            if key.lower() not in NOT_PASSED_ON:
-                self.send_header(key, value)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_: object) -> None:
-        pass
+        self.reply(content, reply.status, **passed_on(reply.headers))
 
 
 @contextmanager

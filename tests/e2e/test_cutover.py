@@ -7,7 +7,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.e2e.conftest import Server, serving, until
 from tests.e2e.test_proxies import NGINX, certificate, free_port, program
-from tests.http_thread import serving_in_thread
+from tests.http_thread import QuietHandler, serving_in_thread
 from tests.quartet.test_watch import metrics, watching
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -36,21 +36,14 @@ STAGES = {
 }
 
 
-class Tei(BaseHTTPRequestHandler):
+class Tei(QuietHandler):
     """A server with TEI's path of vectors."""
 
     protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        content = b"[[1.0, 0.0]]"
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *_: object) -> None:
-        pass
+        self.read_body()
+        self.reply(b"[[1.0, 0.0]]")
 
 
 class Cutover:

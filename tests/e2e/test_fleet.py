@@ -11,7 +11,7 @@ import pytest
 from tests import faulty
 from tests.e2e.calls import same_answer
 from tests.e2e.conftest import children, serving, until
-from tests.versions import restate, save_version
+from tests.versions import restate, save_fleet
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -21,11 +21,7 @@ BUDGET = "2MB"  # for two of them
 
 @pytest.fixture(scope="module")
 def fleet_folder(tiny_bundle, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("fleet")
-    for name in NAMES:  # whose answers differ
-        save_version(tiny_bundle, folder / name, name)
-        restate(folder / name, name=name, version="1")
-    return folder
+    return save_fleet(tiny_bundle, tmp_path_factory.mktemp("fleet"), NAMES)
 
 
 @pytest.mark.promise(

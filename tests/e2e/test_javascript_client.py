@@ -3,13 +3,13 @@
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import ClassVar
 
 import pytest
 
 from tests.e2e.client_calls.environments import COMMAND, JAVASCRIPT
 from tests.e2e.conftest import serving
+from tests.http_thread import serving_in_thread
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
@@ -39,12 +39,8 @@ class Modules(SimpleHTTPRequestHandler):
 def origin():
     """A site with the modules of the client."""
     site = ThreadingHTTPServer(("127.0.0.1", 0), partial(Modules, directory=str(JAVASCRIPT)))
-    thread = Thread(target=site.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{site.server_port}"
-    site.shutdown()
-    thread.join()
-    site.server_close()
+    with serving_in_thread(site):
+        yield f"http://127.0.0.1:{site.server_port}"
 
 
 def test_a_page_embeds(mini_bundle, origin):

@@ -25,7 +25,7 @@ from tests.e2e.clients import lone_answers
 from tests.e2e.conftest import Reply, Server, serving, start, until
 from tests.e2e.test_processes import children, readiness
 from tests.stores import lengthen, serve_folder
-from tests.versions import answer_goldens, read_manifest, restate, save_version
+from tests.versions import answer_goldens, change_a_byte, read_manifest, restate, save_version
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -242,12 +242,6 @@ def test_versions_can_be_pinned(at):
     reply = at.ask("tiny@pin-1")
     assert (404, "unknown_model") == (reply.status, reply.json()["error"]["code"])
     assert "served here: tiny@pin-3, tiny@pin-2" in reply.json()["error"]["message"]
-
-
-def change_a_byte(folder: Path) -> None:
-    data = bytearray((folder / "weights.bin").read_bytes())
-    data[len(data) // 2] ^= 1
-    (folder / "weights.bin").write_bytes(data)
 
 
 def change_the_goldens(folder: Path) -> None:

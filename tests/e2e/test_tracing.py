@@ -4,13 +4,13 @@ import gzip
 import json
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
 from tests.e2e.conftest import serving, until
-from tests.http_thread import serving_in_thread
+from tests.http_thread import QuietHandler, serving_in_thread
 
 service_pb2 = pytest.importorskip(
     "opentelemetry.proto.collector.trace.v1.trace_service_pb2",
@@ -50,21 +50,16 @@ class Collector(ThreadingHTTPServer):
                 self.spans += scope.spans
 
 
-class Taking(BaseHTTPRequestHandler):
+class Taking(QuietHandler):
     server: Collector
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
+        body = self.read_body()
         if self.headers["Content-Encoding"] == "gzip":
             body = gzip.decompress(body)
         self.server.take(self.path, body)
         time.sleep(self.server.delay_s)
-        self.send_response(200)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        pass
+        self.reply(b"")
 
 
 @pytest.fixture

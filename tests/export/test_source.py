@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import sentence_transformers
 import tokenizers
 import torch
 import transformers
@@ -148,40 +147,6 @@ TEXTS = [*samples.STRANGE.values(), *(samples.text(words, seed=words) for words 
 
 
 class TestSentenceTransformers:
-    @pytest.mark.parametrize(
-        ("pooling", "activation", "bias", "kinds"),
-        [
-            ("mean_tokens", None, True, ["Normalize"]),
-            ("cls_token", None, True, []),
-            ("mean_tokens", TANH, True, ["Dense"]),
-            ("cls_token", IDENTITY, False, ["Dense", "Normalize"]),
-        ],
-        ids=["mean, normalised", "cls", "mean, tanh", "cls, projected, normalised"],
-    )
-    def test_vectors(self, pooling, activation, bias, kinds, encoder):
-        """Whatever its modules, a directory gives sentence-transformers' own vectors."""
-        write_modules(encoder, "Transformer", "Pooling", *kinds)
-        write_pooling(encoder, pooling)
-        if activation:
-            write_dense(encoder, activation, bias)
-        reference = sentence_transformers.SentenceTransformer(str(encoder), device="cpu")
-        source = read_source(encoder)
-
-        expected = reference.encode(TEXTS, show_progress_bar=False)
-        np.testing.assert_allclose(vectors(source, TEXTS), expected, rtol=0, atol=1e-5)
-        assert expected.shape[1] == source.model.described["embedding"].dimensions
-        assert ("Normalize" in kinds) == source.model.described["embedding"].normalize
-
-    def test_dense_in_the_graph(self, encoder):
-        """Dense layers are part of the graph, as the pooling is."""
-        write_modules(encoder, "Transformer", "Pooling", "Dense")
-        write_pooling(encoder, "cls_token")
-        write_dense(encoder, TANH)
-        model = read_source(encoder).model
-        (vector,) = run_packed(trace_graphs.export_packed(model), PACKED).values()
-        assert (len(PACKED.lengths), 20) == vector.shape
-        assert 1 + 1e-6 > np.abs(vector).max() > 0.5  # the runtime's tanh may pass 1 by rounding
-
     def test_asked_and_measured_as_it_is_exported(self, encoder, tmp_path, monkeypatch, capsys):
         """Its dense layers count in a teacher and in an evaluation, too."""
         write_modules(encoder, "Transformer", "Pooling", "Dense")

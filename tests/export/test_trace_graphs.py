@@ -21,11 +21,8 @@ from model.config import BertConfig
 from model.families.modernbert import ModernBertConfig, rope_frequencies
 from model.heads import EncoderWithHeads
 from model.pooling import POOLINGS
-from service.core import bundle
-from service.core.cpu import CPU
 from service.core.goldens import cosine
 from service.core.manifest import Head
-from service.core.session import Session, SessionOptions
 from tests.conftest import Traced
 from tests.export.helpers import (
     SMALL,
@@ -241,18 +238,6 @@ def test_rotations_far_from_the_beginning():
     speeds = rope_frequencies(64, 10_000.0).numpy()
     expected = packed.position_ids[:, None].astype(np.float32) * speeds
     np.testing.assert_array_equal(found.squeeze(), expected)
-
-
-@pytest.mark.parametrize("layout", ["packed", "portable"])
-def test_minilm(layout, minilm_folder, minilm_bundle):
-    """The real MiniLM's graphs, as they lie in its bundle, agree with PyTorch."""
-    from model.checkpoints.source import read_source
-
-    opened = bundle.load(minilm_bundle)
-    record = next(g for g in opened.manifest.graphs if (g.precision, g.layout) == ("fp32", layout))
-    packed = batch([12, 256, 3, 77], 30522)
-    found = Session(opened, record, CPU, SessionOptions(threads=1)).run(packed)
-    assert_same_as_torch(read_source(minilm_folder).model, found, packed)
 
 
 @pytest.fixture(scope="module")

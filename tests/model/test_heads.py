@@ -12,7 +12,6 @@ from model.heads import (
     SentenceEmbedding,
     make_head,
 )
-from model.pooling import mean_tokens
 from service.core.manifest import Head
 from service.core.packing import each
 from tests.model.helpers import (
@@ -78,18 +77,6 @@ def test_packed_is_alone(joint, lengths):
     for name, output in together.items():
         by_itself = torch.cat([outputs[name] for outputs in alone])
         torch.testing.assert_close(output, by_itself, **TOLERANCE)
-
-
-def test_mean_pooling():
-    """The mean is over a sequence's own tokens."""
-    lengths = [3, 1, 5]
-    hidden_states = torch.arange(18.0).view(9, 2)
-
-    means = mean_tokens(hidden_states, ours(batch(lengths))[-1])
-
-    torch.testing.assert_close(
-        means, torch.stack([p.mean(0) for p in hidden_states.split(lengths)])
-    )
 
 
 def test_dense_layers_follow_pooling():

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from model.data import examples
 from model.data.labelled_rows import Text
 from service.core import decode
 from service.core.encode import Encoder
-from service.engines.engine import EngineTask, Ticket
+from service.engines.engine import EngineTask
 from service.observability.metrics import Metrics
 from service.processes.single_process import open_local_engines
 from service.settings import Settings
@@ -33,6 +32,7 @@ from tests import hub, samples
 from tests.conftest import run_export
 from tests.e2e.conftest import serving
 from tests.json_files import edit_json
+from tests.service.fakes import ticket
 from tests.tiny import perturb
 
 pytestmark = pytest.mark.slow
@@ -53,7 +53,7 @@ def compute(bundle: Path, precision: str, *tasks: EngineTask[Any]) -> list[Seque
         async with open_local_engines(Metrics(), settings) as engines:
             engine, found = engines.get(None), []
             for task in tasks:
-                reply = await engine.answer(task, Ticket("a", deadline=time.monotonic() + 60), ())
+                reply = await engine.answer(task, ticket(), ())
                 scores = hasattr(task, "scores")
                 found.append(task.scores(engine, reply) if scores else reply.results)
             return found

@@ -6,7 +6,6 @@
 import asyncio
 import itertools
 import json
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from model.checkpoints.source import read_source
 from service.core.decode import EntitySpan
 from service.core.encode import Encoder
 from service.core.labelled_entities import label_windows, labelled_entities, word_ids
-from service.engines.engine import Engine, Reply, Ticket
+from service.engines.engine import Engine, Reply
 from service.errors import InvalidInput, QuartetError, TooLarge
 from service.observability.metrics import Metrics
 from service.processes.single_process import open_local_engines
@@ -32,6 +31,7 @@ from tests.conftest import run_export
 from tests.e2e.conftest import serving
 from tests.json_files import edit_json
 from tests.parity.gliner_checkpoints import CASES, LABELS, RECORDED, TEXTS, THRESHOLDS, save
+from tests.service.fakes import ticket
 
 ALL = json.loads(RECORDED.read_text(encoding="utf-8"))
 CASE = "spans-deberta-lstm"
@@ -63,7 +63,7 @@ def compute(bundle: Path, *tasks: Any, **settings: Any) -> list[Reply[Any] | Qua
 
     async def run(engine: Engine, task: Any) -> Reply[Any] | QuartetError:
         try:
-            return await engine.answer(task, Ticket("a", deadline=time.monotonic() + 60))
+            return await engine.answer(task, ticket())
         except QuartetError as error:
             return error
 

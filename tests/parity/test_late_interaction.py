@@ -3,7 +3,6 @@
 import json
 import shutil
 import string
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from model.families.registry import FAMILIES
 from service.core import decode
 from service.core.decode import Floats
 from service.core.encode import Encoder
-from service.engines.engine import Ticket
 from service.observability.metrics import Metrics
 from service.processes.single_process import open_local_engines
 from service.settings import Settings
@@ -37,6 +35,7 @@ from tests import hub, samples
 from tests.conftest import run_export
 from tests.e2e.conftest import serving
 from tests.json_files import edit_json, editing
+from tests.service.fakes import ticket
 
 HEAD = "late-interaction"
 DIMENSIONS = 16
@@ -354,7 +353,7 @@ async def test_exported(model_type, expansion, tmp_path):
             engine = engines.get(None)
             for number, query in enumerate(QUERIES):
                 task = LateInteractionRanking(query=query, documents=DOCUMENTS, truncate=True)
-                reply = await engine.answer(task, Ticket("r", deadline=time.monotonic() + 60))
+                reply = await engine.answer(task, ticket())
                 scores = task.scores(engine, reply)
                 np.testing.assert_allclose(scores, expected[number], rtol=0, atol=limit)
                 for one, other in zip(reply.results, [*documents, queries[number]], strict=True):

@@ -1,7 +1,6 @@
 """Sparse heads: a small masked language model, and a small bge-m3."""
 
 import asyncio
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from model.checkpoints.source import read_source
 from model.families.registry import PRETRAINABLE
 from service.core import decode
 from service.core.encode import Encoder
-from service.engines.engine import Engine, EngineTask, Ticket
+from service.engines.engine import Engine, EngineTask
 from service.observability.metrics import Metrics
 from service.processes.single_process import open_local_engines
 from service.settings import Settings
@@ -32,6 +31,7 @@ from tests import hub, samples
 from tests.conftest import run_export
 from tests.e2e.conftest import serving
 from tests.json_files import edit_json
+from tests.service.fakes import ticket
 
 TEXTS = [
     "Paris is the capital of France.",
@@ -56,7 +56,7 @@ def compute(bundle: Path, precision: str, *tasks: EngineTask[Any]) -> list[list[
 
 async def results(engine: Engine, task: EngineTask[Any]) -> list[Any]:
     heads = ("sparse-embedding",) if isinstance(task, SparseEmbedding | SparseRanking) else ()
-    reply = await engine.answer(task, Ticket("a", deadline=time.monotonic() + 60), heads)
+    reply = await engine.answer(task, ticket(), heads)
     return [*task.scores(engine, reply)] if hasattr(task, "scores") else reply.results
 
 

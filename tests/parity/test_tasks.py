@@ -1,7 +1,6 @@
 """Every task on one joint model: the reference's answers, alone and in batches, long inputs, and errors."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from export.verify import BATCH_TOLERANCE
 from model.checkpoints import writer
 from service.core.decode import SparseVector
 from service.core.manifest import Head, LateInteraction, Sparse
-from service.engines.engine import Engine, EngineTask, Reply, Ticket
+from service.engines.engine import Engine, EngineTask, Reply
 from service.errors import InvalidInput, UnknownHead
 from service.observability.metrics import Metrics
 from service.processes.single_process import open_local_engines
@@ -32,6 +31,7 @@ from service.tasks.sparse_embedding import SparseEmbedding, SparseRanking
 from service.tasks.zero_shot import ZeroShot
 from tests import samples
 from tests.conftest import run_export
+from tests.service.fakes import ticket
 from tests.tiny import make_tiny
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -226,10 +226,6 @@ async def engine(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[
     )
     async with open_local_engines(Metrics(), settings) as engines:
         yield engines.get(None)
-
-
-def ticket(**fields: Any) -> Ticket:
-    return Ticket("a request", deadline=time.monotonic() + 60, **fields)
 
 
 async def results(engine: Engine, case: Case, texts: Sequence[str], **options: Any) -> list[Any]:

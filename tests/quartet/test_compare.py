@@ -5,7 +5,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from service.embedded import EmbeddedService
 from tests import samples
 from tests.conftest import run_export
 from tests.e2e.conftest import serving
-from tests.http_thread import serving_in_thread
+from tests.http_thread import QuietHandler, serving_in_thread
 from tests.json_files import edit_json, editing
 
 TEXTS = [samples.text(1 + index * 7 % 60, seed=index) for index in range(12)]
@@ -103,17 +103,9 @@ def causes(report: Any, side: str = "b") -> dict[str, str]:
 def answering(answer: Callable[[Any], Any]) -> Iterator[str]:
     """The URL of a server with the paths of the native API, which answers each body by a function."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            content = json.dumps(answer(body)).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *_: object) -> None:
-            pass
+            self.reply(json.dumps(answer(json.loads(self.read_body()))).encode())
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     with serving_in_thread(server):

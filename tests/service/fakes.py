@@ -1,6 +1,7 @@
 """An engine that answers at once, remembers what it was asked, and fails or waits when told to."""
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -250,3 +251,15 @@ class FakeDriver:
             return 0
 
         return call
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 30) -> None:
+    """Wait until a condition is true. Raises TimeoutError."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def ticket(**fields: Any) -> Ticket:
+    """Return the ticket of a request that has a minute."""
+    return Ticket("a request", deadline=time.monotonic() + 60, **fields)

@@ -6,7 +6,6 @@ No test imports `openvino` itself, because its own import sends telemetry.
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from importlib.util import find_spec
@@ -30,7 +29,6 @@ from service.core.session import (
     ProviderError,
     SessionOptions,
     TimeLimit,
-    device_problem,
     open_session,
     ort,
 )
@@ -116,14 +114,6 @@ class RequestDouble:
 def port(value: Any) -> SimpleNamespace:
     kind = SimpleNamespace(get_type_name=lambda: TYPES[value.type])
     return SimpleNamespace(get_names=lambda: {value.name}, get_element_type=lambda: kind)
-
-
-@pytest.fixture(autouse=True)
-def unknown_device() -> Iterator[None]:
-    """The device is queried anew in every test, and after the last one."""
-    device_problem.cache_clear()
-    yield
-    device_problem.cache_clear()
 
 
 @pytest.fixture

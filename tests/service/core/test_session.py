@@ -6,7 +6,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -98,14 +98,6 @@ def gpu_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ort, "get_available_providers", lambda: [CUDA.provider, CPU.provider])
     monkeypatch.setattr(ort, "preload_dlls", lambda: None, raising=False)
     monkeypatch.setattr(ctypes, "CDLL", load)
-
-
-@pytest.fixture(autouse=True)
-def unknown_device() -> Iterator[None]:
-    """The device is queried anew in every test, and after the last one."""
-    device_problem.cache_clear()
-    yield
-    device_problem.cache_clear()
 
 
 # -- what is opened -------------------------------------------------------------------------------

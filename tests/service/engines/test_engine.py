@@ -43,6 +43,7 @@ from service.tasks.entity_recognition import EntityRecognition
 from service.tasks.question_answering import QuestionAnswering
 from tests import samples
 from tests.json_files import editing
+from tests.service.fakes import ticket
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -74,10 +75,6 @@ async def tiny(tiny_bundle: Path) -> AsyncIterator[Engine]:
     settings = Settings(bundles=(tiny_bundle,), provider="cpu", threads=1)
     async with open_local_engines(Metrics(), settings) as engines:
         yield engines.get(None)
-
-
-def ticket() -> Ticket:
-    return Ticket("a request", deadline=time.monotonic() + 60)
 
 
 @pytest.fixture(scope="module")

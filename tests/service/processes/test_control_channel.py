@@ -4,7 +4,7 @@ import asyncio
 import os
 import resource
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from service import liveness
@@ -18,12 +18,7 @@ from service.processes.control_channel import (
     Report,
     channel_to,
 )
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.001)
+from tests.service.fakes import until
 
 
 def linked() -> tuple[ChildControl, ControlChannel, list[Report]]:

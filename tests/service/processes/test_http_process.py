@@ -2,7 +2,6 @@
 
 import asyncio
 import socket
-from collections.abc import Callable
 
 from service import liveness
 from service.keys import Key, dump_keys
@@ -11,12 +10,7 @@ from service.processes.control_channel import PEER, ChildControl, ControlChannel
 from service.processes.http_process import Worker, exit_on_failure
 from service.processes.messages import Cancel
 from service.settings import Settings
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.001)
+from tests.service.fakes import until
 
 
 async def test_the_main_process_gets_the_first_report(lines):

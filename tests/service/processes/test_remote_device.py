@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -28,6 +28,7 @@ from service.processes.remote_device import RemoteDevice
 from service.processes.remote_metrics import RemoteMetrics
 from service.scheduling.entries import Entry, EntryOutcome, OnOutcome, Outcome
 from service.scheduling.load import Backlog, Flow, Load, RemainingWork
+from tests.service.fakes import until
 
 RUNS_ON = RunsOn("int8", "packed", "CPUExecutionProvider", None, "onnxruntime 1")
 LOAD = Load(
@@ -181,12 +182,6 @@ async def pair() -> AsyncIterator[Pair]:
         made.reporting.cancel()
         with suppress(asyncio.CancelledError):
             await made.reporting
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 async def test_the_device_gets_the_submitted_entries():

@@ -37,7 +37,14 @@ from service.rollout.model_manager import ModelManager, check_answers, locate
 from service.scheduling.entries import Entry
 from service.settings import Settings
 from tests.stores import serve_folder
-from tests.versions import GRAPH, answer_goldens, read_manifest, restate, save_version
+from tests.versions import (
+    GRAPH,
+    answer_goldens,
+    change_a_byte,
+    read_manifest,
+    restate,
+    save_version,
+)
 
 
 class FakeFollower:
@@ -225,12 +232,6 @@ async def test_an_unloading_bundle_is_not_loaded_again(curated):
     await curated.gone("tiny@1")
     await curated.load("1")
     assert ["tiny@1 current", "tiny@2 previous"] == await curated.shown()
-
-
-def change_a_byte(folder: Path) -> None:
-    data = bytearray((folder / "weights.bin").read_bytes())
-    data[len(data) // 2] ^= 1
-    (folder / "weights.bin").write_bytes(data)
 
 
 def change_a_golden(folder: Path) -> None:

@@ -29,7 +29,7 @@ from service.rollout.model_manager import ModelManager, kept_of, no_trial
 from service.rollout.on_demand import Trial
 from service.scheduling.entries import Entry, Outcome
 from service.settings import Settings
-from tests.versions import restate, save_version
+from tests.versions import save_fleet
 
 NAMES = ("a", "b", "c")
 
@@ -79,11 +79,7 @@ Start = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def fleet_folder(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("fleet")
-    for name in NAMES:  # whose answers differ
-        save_version(tiny_bundle, folder / name, name)
-        restate(folder / name, name=name, version="1")
-    return folder
+    return save_fleet(tiny_bundle, tmp_path_factory.mktemp("fleet"), NAMES)
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from service.server.flow_control import PIECE, piece_size
 from service.server.server import connection_table, connections
 from service.server.unread_responses import UnreadResponses
 from service.settings import Settings
-from tests.service.fakes import FakeEngines
+from tests.service.fakes import FakeEngines, until
 
 BODY = b'{"inputs": "a"}'
 HEAD = b"POST /classify HTTP/1.1\r\nHost: quartet\r\nContent-Type: application/json\r\n"
@@ -142,12 +142,6 @@ async def listening(
         for task in state.tasks:
             task.cancel()
         await until(lambda: not state.connections)
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 @pytest.fixture

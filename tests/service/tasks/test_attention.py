@@ -1,7 +1,6 @@
 """Attention weights equal transformers'; other models and longer texts are refused with the reason."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,13 +9,14 @@ import pytest_asyncio
 import torch
 import transformers
 
-from service.engines.engine import Engine, Ticket
+from service.engines.engine import Engine
 from service.errors import InvalidInput, UnknownHead
 from service.observability.metrics import Metrics
 from service.processes.single_process import open_local_engines
 from service.settings import Settings
 from service.tasks.attention import Attention
 from service.tasks.classification import Classification
+from tests.service.fakes import ticket
 from tests.tiny import save_masked
 from tests.workers import BuiltOnce
 
@@ -31,10 +31,6 @@ async def engines(masked_bundle: Path, tiny_bundle: Path) -> AsyncIterator[dict[
     settings = Settings(bundles=(masked_bundle, tiny_bundle), provider="cpu", threads=1)
     async with open_local_engines(Metrics(), settings) as found:
         yield {name: found.get(name) for name in ("masked", "tiny")}
-
-
-def ticket() -> Ticket:
-    return Ticket("request", time.monotonic() + 60)
 
 
 async def test_as_transformers(engines: dict[str, Engine], built_once: BuiltOnce) -> None:

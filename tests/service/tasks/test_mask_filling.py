@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from service.core.decode import TokenScore, softmax
 from service.core.packing import MOST_MASKS, pack
 from service.core.session import Session, SessionOptions, open_session
 from service.engines import engine as engine_module
-from service.engines.engine import Engine, Reply, Ticket
+from service.engines.engine import Engine, Reply
 from service.errors import InvalidInput, TooLarge
 from service.observability.metrics import Metrics
 from service.processes.single_process import open_local_engines
@@ -28,6 +27,7 @@ from service.tasks.classification import Classification
 from service.tasks.entity_recognition import EntityRecognition
 from service.tasks.mask_filling import MaskFilling
 from tests import samples
+from tests.service.fakes import ticket
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -55,10 +55,6 @@ async def engine(request: pytest.FixtureRequest, masked_bundle: Path) -> AsyncIt
     )
     async with open_local_engines(Metrics(), settings) as engines:
         yield engines.get(None)
-
-
-def ticket(**fields: Any) -> Ticket:
-    return Ticket("a request", deadline=time.monotonic() + 60, **fields)
 
 
 async def fill(engine: Engine, *texts: str, **options: Any) -> Reply[Any]:
