@@ -193,7 +193,8 @@ def add_argument(
         group.add_argument(name, nargs="*", metavar=metavar, default=argparse.SUPPRESS, help=text)
         return
     default = "unset" if field.default in (None, (), {}) else field.default
-    choices = [*get_args(field.annotation)] if get_origin(field.annotation) is Literal else []
+    kinds = (field.annotation, *get_args(field.annotation))
+    choices = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
     group.add_argument(
         flag(name),
         default=argparse.SUPPRESS,

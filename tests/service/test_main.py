@@ -113,12 +113,14 @@ def test_keys_are_no_flags(name):
 
 @pytest.mark.parametrize("name", sorted(Settings.model_fields.keys() - NOT_FLAGS - {"bundles"}))
 def test_every_setting_is_a_flag(capsys, name):
-    """The help text has each setting by both its names."""
+    """The help text has each setting by both its names, with its choices."""
+    schema = Settings.model_json_schema()["properties"][name]
+    choices = [word for kind in (schema, *schema.get("anyOf", ())) for word in kind.get("enum", ())]
     with pytest.raises(SystemExit) as caught:
         main(["--help"])
     said = capsys.readouterr().out
     assert caught.value.code == 0
-    assert f"--{name.replace('_', '-')} " in said
+    assert f"--{name.replace('_', '-')} {'|'.join(choices)}" in said
     assert f"QUARTET_{name.upper()})" in said.replace("\n", "")
 
 
