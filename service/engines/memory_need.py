@@ -200,7 +200,7 @@ def explain_need(
     processes = process_memory(least)
     parts = (
         f"processes {in_mib(processes)}, sessions {in_mib(sessions)},"
-        f" {slots.number} batches at once {in_mib(need - processes - sessions)}"
+        f" batches {in_mib(need - processes - sessions)}, {slots.number} at once"
     )
     changes = [*fitting_precision(least, needs, limit), *fitting_changes(settings, needs, limit)]
     changes.append(f"raise the memory limit to {math.ceil(need / MIB)} MiB")

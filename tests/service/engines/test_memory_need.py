@@ -157,7 +157,7 @@ def test_without_a_limit_no_setting_changes(tmp_path):
         (
             {"max_batch_tokens": 16384},
             430,
-            "may need 635 MiB (processes 215 MiB, sessions 100 MiB, 1 batches at once 320 MiB):"
+            "may need 635 MiB (processes 215 MiB, sessions 100 MiB, batches 320 MiB, 1 at once):"
             " set precision int8, or set max_batch_tokens 768 (now 16384),"
             " or raise the memory limit to 635 MiB",
         ),
@@ -169,12 +169,12 @@ def test_without_a_limit_no_setting_changes(tmp_path):
         (
             {},
             288,
-            "sessions 100 MiB, 1 batches at once 10 MiB): set precision int8, or set http_workers 0 (now 1), or",
+            "sessions 100 MiB, batches 10 MiB, 1 at once): set precision int8, or set http_workers 0 (now 1), or",
         ),
         (
             {"http_workers": 0},
             100,
-            "may need 230 MiB (processes 120 MiB, sessions 100 MiB, 1 batches at once 10 MiB): raise",
+            "may need 230 MiB (processes 120 MiB, sessions 100 MiB, batches 10 MiB, 1 at once): raise",
         ),
     ],
 )
