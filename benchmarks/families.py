@@ -87,11 +87,7 @@ def described(family: Family) -> list[str]:
     assert module.__doc__ is not None
     path = module.__name__.replace(".", "/") + ".py"
     sentence = re.split(r"(?<! al)\.\s", " ".join(module.__doc__.split()))[0]  # except at "et al."
-    heads = [
-        *family.heads,
-        "embedding",
-        *(["fill-mask"] if family.has_masked_lm else []),
-    ]
+    heads = [*family.heads, "embedding", *(["fill-mask"] if family.has_masked_lm else [])]
     masked = ["masked LM"] if family.has_masked_lm else ["not here"]
     objectives = [*masked, *([OBJECTIVES[family.pairs]] if family.pairs else [])]
     if "pretraining" in family.make_heads:
@@ -113,11 +109,7 @@ def measure(model_type: str, folder: Path) -> Row:
     packed = trace_graphs.trace_packed(model)
     padded = make_portable(packed)
     drop_masks(packed)
-    graphs = {
-        "packed": packed,
-        "padded": padded,
-        "int8": quantize.quantize(packed),
-    }
+    graphs = {"packed": packed, "padded": padded, "int8": quantize.quantize(packed)}
     runs = {name: opened(proto, folder / f"{name}.onnx") for name, proto in graphs.items()}
     expected = torch_outputs(model, batch)["classification"]
     return Row(

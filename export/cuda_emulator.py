@@ -46,8 +46,7 @@ def emulated(path: Path, mask_token_id: int | None = None) -> Callable[[Packed],
 
 def evaluator(path: Path) -> ReferenceEvaluator:
     return ReferenceEvaluator(
-        onnx.load(path),
-        new_ops=[Gemm, Gelu, PackedMultiHeadAttention, SkipLayerNormalization],
+        onnx.load(path), new_ops=[Gemm, Gelu, PackedMultiHeadAttention, SkipLayerNormalization]
     )
 
 

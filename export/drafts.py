@@ -170,12 +170,7 @@ def choose_max_length(request: ExportRequest, longest: int | None) -> int:
 
 
 def draft_manifest(
-    request: ExportRequest,
-    encoder: Encoder,
-    rows: int,
-    golden: Golden,
-    folder: Path,
-    **fields: Any,
+    request: ExportRequest, encoder: Encoder, rows: int, golden: Golden, folder: Path, **fields: Any
 ) -> Bundle:
     """Return a bundle before its checks: with goldens, without tolerances and metrics.
 
@@ -195,10 +190,7 @@ def draft_manifest(
             "name": request.name,
             "version": request.version,
             "max_length": encoder.max_length,
-            "vocabulary": {
-                **bundle.describe_file(folder / TOKENIZER),
-                "size": rows,
-            },
+            "vocabulary": {**bundle.describe_file(folder / TOKENIZER), "size": rows},
             "goldens": {**bundle.describe_file(folder / "golden.npz"), "tolerance": tolerance},
             "provenance": {**metadata.get("provenance", {}), "runtime": RUNTIME},
             **fields,

@@ -10,14 +10,7 @@ from service.core.goldens import Golden
 from service.core.label_prompts import classified_texts, label_ids
 from service.core.labelled_entities import label_windows, word_ids
 from service.core.manifest import Head, find_mask_token_id
-from service.core.packing import (
-    Packed,
-    mask_positions,
-    pack,
-    row_starts,
-    split,
-    word_label_pairs,
-)
+from service.core.packing import Packed, mask_positions, pack, row_starts, split, word_label_pairs
 from service.core.session import BatchOutputs
 
 if TYPE_CHECKING:

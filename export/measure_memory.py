@@ -20,14 +20,7 @@ from service.core.cpu import CPU
 from service.core.encode import Window
 from service.core.manifest import Graph, Memory
 from service.core.packing import Packed, fill_rows, pack, round_up
-from service.core.session import (
-    TRIAL,
-    Session,
-    SessionOptions,
-    TimeLimit,
-    open_graph,
-    trim,
-)
+from service.core.session import TRIAL, Session, SessionOptions, TimeLimit, open_graph, trim
 
 TOKENS = (1024, 4096, 16384)  # of the measured batches, rounded down to whole texts
 RUNS = 3  # of the smallest batch; larger ones run once

@@ -69,13 +69,7 @@ def judge(
 
 
 def judge_rows(
-    run: Run,
-    encoder: Encoder,
-    head: Head,
-    name: str,
-    rows: Sequence[Any],
-    *,
-    stride: int = STRIDE,
+    run: Run, encoder: Encoder, head: Head, name: str, rows: Sequence[Any], *, stride: int = STRIDE
 ) -> Evaluation:
     """Evaluate the head `name` on rows of its task. Raises DataError as `judge` does."""
     return judge_outputs(rows, head_outputs(run, encoder, head, name, rows, stride), head)

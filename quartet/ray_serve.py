@@ -63,9 +63,7 @@ def build(options: Options) -> serve.Application:
 
 # A replica decides itself what it accepts, by the expected wait, so Ray must not queue before it.
 @serve.deployment(
-    max_ongoing_requests=10_000,
-    graceful_shutdown_timeout_s=DRAIN_S,
-    health_check_period_s=5,
+    max_ongoing_requests=10_000, graceful_shutdown_timeout_s=DRAIN_S, health_check_period_s=5
 )
 @serve.ingress()
 class Quartet:

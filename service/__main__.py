@@ -35,13 +35,7 @@ from service.processes.supervisor import Processes
 from service.server.connection_limits import LEAST_FILES, allowed_files
 from service.server.sockets import reuse_address
 from service.server.unix_socket import UnixListener
-from service.settings import (
-    Settings,
-    flag,
-    ignored_variables,
-    unknown_variables,
-    usable_cores,
-)
+from service.settings import Settings, flag, ignored_variables, unknown_variables, usable_cores
 from service.settings_sources import ConfigError, KeySource, configure, report
 from service.variables import NOT_FLAGS, variable
 
@@ -207,8 +201,7 @@ def reserve(host: str, port: int) -> socket.socket:
     """Bind the port of gRPC, on which each HTTP process listens itself. Exits as `bind` does, and without the extra."""
     if importlib.util.find_spec("grpc") is None:
         raise fail(
-            "grpc_port needs the extra grpc: pip install grpcio, or leave grpc_port unset",
-            2,
+            "grpc_port needs the extra grpc: pip install grpcio, or leave grpc_port unset", 2
         )
     reserved = bind(host, port)
     # After the bind, which fails where another service has set this option for the port.

@@ -244,9 +244,7 @@ class Settings(BaseSettings):
         " lower it for slow networks",
     )
     max_connections: int = Field(
-        1000,
-        ge=1,
-        description="open connections of all HTTP processes; raise it for many clients",
+        1000, ge=1, description="open connections of all HTTP processes; raise it for many clients"
     )
     keep_alive_s: float = Field(
         75.0,

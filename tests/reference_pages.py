@@ -29,17 +29,11 @@ ADVICE = {
         "no such model is served",
         "use a name from the message, or set `aliases` or `unknown_model`",
     ),
-    "unknown_head": (
-        "the model has no such head for this task",
-        "use a head from the message",
-    ),
+    "unknown_head": ("the model has no such head for this task", "use a head from the message"),
     "method_not_allowed": ("the route does not support this method", "use a method from `Allow`"),
     "slow_headers": ("the headers did not arrive within `header_timeout_s`", "retry"),
     "slow_body": ("the body did not arrive within `body_timeout_s`", "retry"),
-    "conflict": (
-        "the served models do not allow the administrator's command",
-        "read the message",
-    ),
+    "conflict": ("the served models do not allow the administrator's command", "read the message"),
     "new_embedding_space": (
         "the vectors of the new version cannot be compared with the current version's",
         "build a new index, then send `allow_new_embedding_space` "

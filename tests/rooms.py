@@ -46,13 +46,7 @@ ORDER = (
     "quartet",
 )
 # Modules that lie in the folder of another room.
-NETWORK = (
-    "model.config",
-    "model.run_settings",
-    "model.attention",
-    "model.pooling",
-    "model.bert",
-)
+NETWORK = ("model.config", "model.run_settings", "model.attention", "model.pooling", "model.bert")
 # What a room may import of another package: all of it, or the named rooms.
 BETWEEN: Mapping[str, frozenset[str]] = {
     "service": frozenset(),

@@ -19,10 +19,7 @@ CALLS = (
     ("service.api.native_routes:classify", "service.api.engine_call:Call.answer"),
     ("service.api.engine_call:Call.answer", "service.api.engine_call:Call.compute"),
     ("service.api.engine_call:Call.compute", "service.engines.engine:Engine.answer"),
-    (
-        "service.engines.engine:Engine.answer",
-        "service.tasks.classification:Classification.plan",
-    ),
+    ("service.engines.engine:Engine.answer", "service.tasks.classification:Classification.plan"),
     ("service.tasks.classification:Classification.plan", "service.core.encode:Encoder.windows"),
     ("service.tasks.classification:Classification.plan", "service.core.decode:classify"),
     ("service.engines.engine:Engine.answer", "service.engines.device:Device.submit"),

@@ -215,8 +215,7 @@ CASES = {
     "deberta, absolute": Case("deberta"),
     "deberta-v2, as v3": Case("deberta-v2", THIRD),
     "deberta-v2, convolution": Case(
-        "deberta-v2",
-        {**THIRD, "share_att_key": False, "conv_kernel_size": 3, "conv_act": "gelu"},
+        "deberta-v2", {**THIRD, "share_att_key": False, "conv_kernel_size": 3, "conv_act": "gelu"}
     ),
     "deberta-v2, wider": Case(
         "deberta-v2",

@@ -14,11 +14,7 @@ SERVICE = {
     "ner": {"tasks.entity_recognition", "api.schemas"},
     "qa": {"tasks.question_answering", "api.schemas"},
     "embedding": {"tasks.embedding", "tasks.reranking", "api.schemas", "engines.engine"},
-    "late-interaction": {
-        "tasks.late_interaction",
-        "tasks.reranking",
-        "api.schemas",
-    },
+    "late-interaction": {"tasks.late_interaction", "tasks.reranking", "api.schemas"},
     "fill-mask": {"tasks.mask_filling", "api.schemas"},
     "sparse-embedding": {"tasks.sparse_embedding", "tasks.reranking", "api.schemas"},
     "hidden-states": set(),  # no endpoint: the heads of other bundles read it
@@ -46,7 +42,7 @@ ELSEWHERE = {
         "export.external.onnx_source",
     },
     "hidden-states": {
-        *("model.heads", "model.data.head_rows", "export.arguments", "export.from_checkpoint"),
+        *("model.heads", "model.data.head_rows", "export.arguments", "export.from_checkpoint")
     },
     "zero-shot-ner": {"model.heads", "model.checkpoints.gliner"},
     "zero-shot-classification": {"model.heads", "model.checkpoints.gliclass"},

@@ -91,11 +91,7 @@ class Bare:
     """Sessions of one graph, and their inputs. layout: the fastest one at start"""
 
     def __init__(
-        self,
-        full: bundle.Bundle,
-        precision: str,
-        items: Sequence[Batch],
-        trial_s: float = TRIAL_S,
+        self, full: bundle.Bundle, precision: str, items: Sequence[Batch], trial_s: float = TRIAL_S
     ) -> None:
         self.items = items
         self.mean = float(np.mean([tokens(item) for item in items]))

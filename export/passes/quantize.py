@@ -128,12 +128,7 @@ def _smooth(x: str, plan: Plan, weights: Weights) -> Iterator[NodeProto]:
 
 
 def _product(
-    node: NodeProto,
-    plan: Plan,
-    weights: Weights,
-    *,
-    folded: bool,
-    least: float | None,
+    node: NodeProto, plan: Plan, weights: Weights, *, folded: bool, least: float | None
 ) -> Iterator[NodeProto]:
     """Yield the nodes of x @ W.T + b with a scale per row of x and per row of W.
 
@@ -209,10 +204,7 @@ def _multiply(
 
 
 def _vocabulary_product(
-    node: NodeProto,
-    table: NDArray[np.float32],
-    weights: Weights,
-    part: NodeProto | None = None,
+    node: NodeProto, table: NDArray[np.float32], weights: Weights, part: NodeProto | None = None
 ) -> Iterator[NodeProto]:
     """Yield the nodes of x @ table.T + b for the 8-bit table of `_lookup`, or for the rows that `part` takes.
 

@@ -191,10 +191,7 @@ def _fetch(
     try:
         return Path(
             snapshot_download(
-                name,
-                revision=revision,
-                allow_patterns=[*patterns],
-                ignore_patterns=[*ignored],
+                name, revision=revision, allow_patterns=[*patterns], ignore_patterns=[*ignored]
             )
         )
     except Exception as error:  # the hub client's many errors mean one thing here

@@ -26,10 +26,7 @@ from model.checkpoints.head_config import (
 )
 from model.checkpoints.hub_names import check_numbers, from_hub
 from model.checkpoints.json_files import read_json, read_object
-from model.checkpoints.late_interaction_config import (
-    read_late_interaction,
-    read_text_lengths,
-)
+from model.checkpoints.late_interaction_config import read_late_interaction, read_text_lengths
 from model.checkpoints.reader import (
     load_encoder,
     load_model,

@@ -98,10 +98,7 @@ EUROBERT = replace(
         "ner": {"classifier": "classifier"},
         "qa": {"qa_outputs": "qa_outputs"},
     },
-    make_heads={
-        "classification": EuroBertSequenceClassification,
-        "masked_lm": EuroBertMaskedLM,
-    },
+    make_heads={"classification": EuroBertSequenceClassification, "masked_lm": EuroBertMaskedLM},
     objectives={"masked_lm": "lm_head"},
     mask_rate=0.5,
     decoder="lm_head",

@@ -16,13 +16,7 @@ from torch import Tensor, nn
 
 from model.attention import Mask, PackedLayout, real_slots
 from model.families.llama import LLAMA_NAMES, Llama, LlamaConfig, LlamaLayer, RMSNorm
-from model.families.modernbert import (
-    GLOBAL,
-    LOCAL,
-    ModernBertSelfAttention,
-    Rotation,
-    rotate,
-)
+from model.families.modernbert import GLOBAL, LOCAL, ModernBertSelfAttention, Rotation, rotate
 from model.families.spec import Family
 
 NO_TOKEN = -1  # pad_token_id where config.json has none

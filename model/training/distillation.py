@@ -356,8 +356,7 @@ def logits_loss(
             slots, choices = among_candidates(logits, batch)
             targets, _ = among_candidates(targets, batch)
             return Loss(
-                divergence(slots, targets, temperature, dim=1).mean(),
-                uniform_loss(choices),
+                divergence(slots, targets, temperature, dim=1).mean(), uniform_loss(choices)
             )
     raise AssertionError(f"{head.task} has no logits; this is a bug")
 

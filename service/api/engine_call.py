@@ -18,12 +18,7 @@ from starlette.types import Receive
 from service.api.json_responses import JsonResponse
 from service.api.ndjson import InLines, NdjsonResponse, NdjsonStream, line, wants_lines
 from service.api.receipts import HEADER, Asked, fields_of, make_receipt
-from service.api.request_body import (
-    answer_in_time,
-    check_media_type,
-    parse_limited,
-    read_body,
-)
+from service.api.request_body import answer_in_time, check_media_type, parse_limited, read_body
 from service.api.schemas import Request, most_parts, parse, refuse_long
 from service.engines.engine import (
     BYTES_PER_TOKEN,
@@ -79,10 +74,7 @@ class Call(Generic[R]):
         return json_response(content, self.headers(reply))
 
     async def compute(
-        self,
-        task: EngineTask[T],
-        heads: Heads | None = None,
-        on_result: OnResult[T] | None = None,
+        self, task: EngineTask[T], heads: Heads | None = None, on_result: OnResult[T] | None = None
     ) -> Reply[T]:
         """Compute a task until the client disconnects or the deadline passes.
 

@@ -25,9 +25,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self,
-        watch: Callable[[Callable[[bytes], None]], Awaitable[None]],
-        ended: Callable[[], bool],
+        self, watch: Callable[[Callable[[bytes], None]], Awaitable[None]], ended: Callable[[], bool]
     ) -> None:
         # The headers make proxies forward each event at once.
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})

@@ -244,12 +244,7 @@ def entity(key: str, found: EntitySpan) -> dict[str, object]:
 
 
 def answer(found: AnswerSpan) -> dict[str, object]:
-    return {
-        "answer": found.answer,
-        "score": found.score,
-        "start": found.start,
-        "end": found.end,
-    }
+    return {"answer": found.answer, "score": found.score, "start": found.start, "end": found.end}
 
 
 def filled_masks(found: list[list[TokenScore]]) -> list[object]:

@@ -73,11 +73,7 @@ EVERY_ROUTE: tuple[type[QuartetError], ...] = (
     errors.InternalError,
     errors.TooManyConnections,
 )
-KEYED: tuple[type[QuartetError], ...] = (
-    errors.Unauthorized,
-    errors.Forbidden,
-    errors.RateLimited,
-)
+KEYED: tuple[type[QuartetError], ...] = (errors.Unauthorized, errors.Forbidden, errors.RateLimited)
 CLOSED = (*KEYED, errors.InvalidInput)  # InvalidInput: for an unknown priority
 NOT_READY: tuple[type[QuartetError], ...] = (errors.NotReady, errors.Draining)
 TASK: tuple[type[QuartetError], ...] = (
@@ -328,10 +324,7 @@ def document(app: FastAPI, error_models: Mapping[str, type[BaseModel]], keyed: b
     keyed: whether keys are configured
     """
     described = get_openapi(
-        title=app.title,
-        version=app.version,
-        description=app.description,
-        routes=app.routes,
+        title=app.title, version=app.version, description=app.description, routes=app.routes
     )
     bodies: list[type[BaseModel]] = [
         *REQUESTS.values(),

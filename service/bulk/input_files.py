@@ -195,11 +195,7 @@ def format_of(path: Path) -> str:
 
 
 def read_row(
-    where: str,
-    names: Sequence[str],
-    values: Sequence[Any],
-    chosen: Mapping[str, str],
-    needs: Needs,
+    where: str, names: Sequence[str], values: Sequence[Any], chosen: Mapping[str, str], needs: Needs
 ) -> Row:
     """Return a row with the texts of its chosen columns. An empty text is a missing one."""
     texts, error = {}, ""

@@ -41,10 +41,7 @@ class Counts(NamedTuple):
 
 
 async def run(
-    predictor: Predictor,
-    files: Sequence[str],
-    output: Output,
-    shard_rows: int = SHARD_ROWS,
+    predictor: Predictor, files: Sequence[str], output: Output, shard_rows: int = SHARD_ROWS
 ) -> Counts:
     """Predict the rows of files, into one file or into a directory of shards. Shards that exist are kept.
 

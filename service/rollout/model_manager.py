@@ -35,12 +35,7 @@ from service.engines.commands import (
 from service.engines.local_device import LocalDevice, OpenedBundle
 from service.engines.memory_need import graph_needs, on_demand_folders
 from service.engines.model_state import ModelRecord, Models, ServedModel, Subscriber
-from service.errors import (
-    BadBundle,
-    Conflict,
-    NewEmbeddingSpace,
-    UnknownModel,
-)
+from service.errors import BadBundle, Conflict, NewEmbeddingSpace, UnknownModel
 from service.observability.metrics import ORDERS, Counts, Metrics
 from service.rollout.checks import check_answers, embeds, locate
 from service.rollout.on_demand import OPENING_ERRORS, Listed, OnDemandDevice, Trial

@@ -18,11 +18,7 @@ from fastapi import FastAPI
 from service.middleware.body_memory import BODIES
 from service.middleware.request_lifecycle import RequestLifecycle
 from service.server.connection import Connection, Shared
-from service.server.connection_limits import (
-    PROBES,
-    divide_connections,
-    raise_file_limit,
-)
+from service.server.connection_limits import PROBES, divide_connections, raise_file_limit
 from service.server.connection_table import ConnectionTable
 from service.server.flow_control import BODY_PIECE, piece_size
 from service.server.graceful_shutdown import GRACE_S, GracefulServer

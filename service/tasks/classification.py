@@ -31,8 +31,7 @@ class Classification(Inputs, Windowed):
         description="divide logits by the head's `calibration_temperature`, so that scores are shares of right answers",
     )
     truncate: TruncateField = Field(
-        True,
-        description="cut a long text (true), refuse it (false), or read it in windows",
+        True, description="cut a long text (true), refuse it (false), or read it in windows"
     )
 
     @model_validator(mode="after")

@@ -9,13 +9,7 @@ from service.core import decode
 from service.core.decode import EntitySpan, Floats
 from service.core.encode import Encoded
 from service.engines.engine import Engine
-from service.engines.task_plan import (
-    CHARACTER_BYTES,
-    SCORED_BYTES,
-    TaskPlan,
-    characters,
-    one_head,
-)
+from service.engines.task_plan import CHARACTER_BYTES, SCORED_BYTES, TaskPlan, characters, one_head
 from service.errors import InvalidInput
 from service.scheduling.entries import Heads
 from service.tasks.fields import Inputs, Positions, TruncateField, Windowed

@@ -7,14 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    WithJsonSchema,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from service.core.decode import OffsetUnit
@@ -68,10 +61,7 @@ TruncateField = Annotated[
     Literal[True, False, "window"], BeforeValidator(check_truncate), WithJsonSchema(TRUNCATE)
 ]  # 1 is not accepted for true
 ListOfTexts = Annotated[list[str], Field(min_length=1)]
-Texts = Annotated[
-    ListOfTexts,
-    BeforeValidator(as_list, json_schema_input_type=str | ListOfTexts),
-]
+Texts = Annotated[ListOfTexts, BeforeValidator(as_list, json_schema_input_type=str | ListOfTexts)]
 
 
 class Windowed(Strict):

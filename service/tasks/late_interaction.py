@@ -10,12 +10,7 @@ from service.core.decode import Floats
 from service.core.encode import Cut, expand
 from service.core.manifest import Head, LateInteraction
 from service.engines.engine import Engine, Reply
-from service.engines.task_plan import (
-    NUMBER_BYTES,
-    TaskPlan,
-    characters,
-    one_head,
-)
+from service.engines.task_plan import NUMBER_BYTES, TaskPlan, characters, one_head
 from service.errors import InvalidInput
 from service.scheduling.entries import Heads
 from service.tasks.fields import Documents, Inputs, TruncateField, Windowed
@@ -95,10 +90,7 @@ def expanded(cut: Cut, late: LateInteraction) -> Cut:
         return cut
     windows = (
         expand(
-            window,
-            late.query_expansion,
-            late.expansion_token_id,
-            attended=late.attend_to_expansion,
+            window, late.query_expansion, late.expansion_token_id, attended=late.attend_to_expansion
         )
         for window in cut.windows
     )

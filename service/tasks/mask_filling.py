@@ -13,14 +13,7 @@ from service.engines.engine import Engine
 from service.engines.task_plan import Shared, TaskPlan, characters, one_head
 from service.errors import InvalidInput
 from service.scheduling.entries import Heads
-from service.tasks.fields import (
-    Inputs,
-    Texts,
-    TruncateField,
-    UpToHundred,
-    Windowed,
-    check_logits,
-)
+from service.tasks.fields import Inputs, Texts, TruncateField, UpToHundred, Windowed, check_logits
 
 MASK_TOKENS = ("[MASK]", "<mask>")  # of the families of encoders, to explain a wrong one
 PART_TOKENS = 2**16  # decoded at once

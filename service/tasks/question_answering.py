@@ -8,13 +8,7 @@ from service.core import decode
 from service.core.decode import AnswerSpan, Floats
 from service.core.encode import Encoded
 from service.engines.engine import Engine
-from service.engines.task_plan import (
-    CHARACTER_BYTES,
-    SCORED_BYTES,
-    TaskPlan,
-    characters,
-    one_head,
-)
+from service.engines.task_plan import CHARACTER_BYTES, SCORED_BYTES, TaskPlan, characters, one_head
 from service.scheduling.entries import Heads
 from service.tasks.fields import Positions, TruncateField, UpToHundred, Windowed
 
@@ -27,8 +21,7 @@ class QaOptions(Windowed, Positions):
         False, description='may answer "" (start 0, end 0) when the context holds no answer'
     )
     truncate: TruncateField = Field(
-        "window",
-        description="read a long context in windows, cut it (true) or refuse it (false)",
+        "window", description="read a long context in windows, cut it (true) or refuse it (false)"
     )
 
 

@@ -11,14 +11,7 @@ from service.core.decode import Floats
 from service.core.encode import Cut
 from service.core.manifest import Head, Task
 from service.engines.engine import Engine, EngineTask, Reply
-from service.engines.task_plan import (
-    SCORED_BYTES,
-    Shared,
-    TaskPlan,
-    characters,
-    one_head,
-    together,
-)
+from service.engines.task_plan import SCORED_BYTES, Shared, TaskPlan, characters, one_head, together
 from service.errors import InvalidInput, UnknownHead
 from service.scheduling.entries import Heads
 from service.tasks.fields import Documents, ServedName

@@ -31,10 +31,7 @@ LAG_S = 1.0  # a client that is later than this drops its remaining requests
 
 
 def lone_answers(
-    server: Server,
-    model: str,
-    headers: dict[str, str] | None = None,
-    calls: Sequence[Call] = ASKED,
+    server: Server, model: str, headers: dict[str, str] | None = None, calls: Sequence[Call] = ASKED
 ) -> LoneAnswers:
     """Return the answers of a model to calls, which are sent one after the other."""
     replies = [server.post(path, {**body, "model": model}, headers) for path, body in calls]

@@ -98,10 +98,7 @@ class Cutover:
 
 @pytest.fixture
 def cutover(tiny_bundle: Path, certificate: Path, tmp_path: Path) -> Iterator[Any]:
-    with (
-        serving(tiny_bundle, "--root-dialect", "tei") as quartet,
-        listening() as tei,
-    ):
+    with serving(tiny_bundle, "--root-dialect", "tei") as quartet, listening() as tei:
         made = Cutover(tmp_path, certificate, tei, quartet)
         made.write("before")
         process = subprocess.Popen(made.command)

@@ -73,10 +73,7 @@ def test_labels(mini_url, head, body, labels):
             "Anna Schmidt/PER, Siemens/ORG, Munich/LOC, Microsoft/ORG, Oslo/LOC",
         ),
         (PAGE["analyze"]["A happy guest"], "Marta Lindqvist/PER, Oslo/LOC"),
-        (
-            EXAMPLES[NerRequest]["entities"],
-            "Ada Lovelace/PER, Charles Babbage/PER, London/LOC",
-        ),
+        (EXAMPLES[NerRequest]["entities"], "Ada Lovelace/PER, Charles Babbage/PER, London/LOC"),
         (
             EXAMPLES[NerRequest]["every token"] | {"aggregation_strategy": "first"},
             "Piraeus/LOC, Naxos/LOC",

@@ -142,12 +142,7 @@ DATA = elements(b"a", b"b")
         (raw(DATA[:7]), DATA[:7], None, "ends within"),
         (raw(DATA, shape=[3]), DATA, None, "3"),
         (raw(elements(b"\xff", b"a")), elements(b"\xff", b"a"), None, "UTF-8"),
-        (
-            {"inputs": [text() | {"parameters": {"binary_data_size": 1}}]},
-            b"a",
-            None,
-            "binary",
-        ),
+        ({"inputs": [text() | {"parameters": {"binary_data_size": 1}}]}, b"a", None, "binary"),
         (raw(DATA, parameters={"binary_data_size": "10"}), DATA, None, "binary_data_size"),
     ],
 )

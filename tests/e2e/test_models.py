@@ -79,11 +79,7 @@ class Desk:
 
 @contextmanager
 def desk(
-    full: Path,
-    folder: Path,
-    *options: str | Path,
-    workers: int = 1,
-    others: Sequence[Path] = (),
+    full: Path, folder: Path, *options: str | Path, workers: int = 1, others: Sequence[Path] = ()
 ) -> Iterator[Desk]:
     """A server of tiny@1 whose operator has a directory of further versions. others: bundles served next to it"""
     models_dir = folder / "models"

@@ -152,13 +152,7 @@ def test_export(tiny_checkpoint, tmp_path, calls, environment):
 
 
 @pytest.mark.parametrize(
-    "module",
-    [
-        "export.passes.fold",
-        "benchmarks.gpu",
-        "model.finetune",
-        "tests.export.helpers",
-    ],
+    "module", ["export.passes.fold", "benchmarks.gpu", "model.finetune", "tests.export.helpers"]
 )
 def test_import(module, calls, environment):
     """A process that begins with any of our modules that compute connects to nothing."""

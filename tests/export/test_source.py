@@ -341,10 +341,7 @@ def test_vocabulary_file_next_to_weights(encoder):
 
 REFUSED_TOKENIZERS: dict[str, tuple[Spoil, str]] = {
     "no tokenizer": (lambda f: None, "has neither tokenizer.json nor vocab.txt"),
-    "no JSON": (
-        lambda f: (f / "tokenizer.json").write_text("{"),
-        "tokenizer.json is not JSON: ",
-    ),
+    "no JSON": (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer.json is not JSON: "),
     "broken tokenizer": (
         lambda f: (f / "tokenizer.json").write_text("{}"),
         "tokenizer.json cannot be read: ",

@@ -188,8 +188,7 @@ def test_awkward_portable(awkward):
 
 
 @pytest.mark.parametrize(
-    "name",
-    sorted({*trace_graphs.PACKED_INPUTS, *trace_graphs.CUDA_INPUTS, *portable.INPUTS}),
+    "name", sorted({*trace_graphs.PACKED_INPUTS, *trace_graphs.CUDA_INPUTS, *portable.INPUTS})
 )
 def test_head_named_as_an_input(name, awkward):
     """A head cannot bear an input's name; it is refused before anything is traced."""

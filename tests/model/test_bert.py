@@ -17,14 +17,7 @@ from model.training.capture import capture
 from service.core import packing
 from service.core.encode import Encoder
 from service.core.packing import Packed
-from tests.model.helpers import (
-    TOLERANCE,
-    batch,
-    ours,
-    real,
-    shape,
-    theirs,
-)
+from tests.model.helpers import TOLERANCE, batch, ours, real, shape, theirs
 
 TEXTS = [
     "What is the capital of France?",

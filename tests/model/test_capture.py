@@ -37,10 +37,7 @@ def test_other_encoders_are_not_captured():
     """A pass of another encoder, such as a student's, adds nothing to the capture."""
     encoder, other = (Bert(shape(vocab_size=200)).eval() for _ in range(2))
 
-    with (
-        torch.no_grad(),
-        capture(encoder, projections=True, attention_weights=True) as captured,
-    ):
+    with torch.no_grad(), capture(encoder, projections=True, attention_weights=True) as captured:
         other(*ours(batch([5, 3], vocab_size=200)))
 
     assert [] == captured.hidden_states == captured.projections == captured.attention_weights

@@ -451,12 +451,7 @@ def other(documents: list[list[str]], tmp_path_factory: pytest.TempPathFactory) 
 def test_answers_and_vectors_go_from_one_tokenizer_to_another(joint, other, start, tmp_path):
     """Each text is encoded by both tokenizers, and the teacher's result is the same as alone."""
     heads = start.tables("names", "vectors")
-    fresh = {
-        "preset": "tiny",
-        "tokenizer": str(other),
-        "corpus": start.corpus,
-        "heads": heads,
-    }
+    fresh = {"preset": "tiny", "tokenizer": str(other), "corpus": start.corpus, "heads": heads}
     start(joint, {"logits": 1.0, "embedding": 1.0}, steps=60, lr=1e-3, **fresh)
     costs = history(tmp_path / "run")
     assert np.mean(costs[-5:]) < np.mean(costs[:5]) / 2
@@ -475,12 +470,7 @@ def test_both_read_the_same_texts(joint, other, start, monkeypatch):
 
     monkeypatch.setattr(distillation, "run_batch", watched)
     heads = start.tables("names", "vectors")
-    fresh = {
-        "preset": "tiny",
-        "tokenizer": str(other),
-        "corpus": start.corpus,
-        "heads": heads,
-    }
+    fresh = {"preset": "tiny", "tokenizer": str(other), "corpus": start.corpus, "heads": heads}
     start(joint, {"logits": 1.0, "embedding": 1.0}, steps=2, **fresh)
     known = [load_tokenizer(path) for path in (other, joint / "tokenizer.json")]
     assert len(read) == 2 * 2 * 3

@@ -5,23 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model.heads import (
-    EncoderWithHeads,
-    MaskedLM,
-    Pretraining,
-    SentenceEmbedding,
-    make_head,
-)
+from model.heads import EncoderWithHeads, MaskedLM, Pretraining, SentenceEmbedding, make_head
 from service.core.manifest import Head
 from service.core.packing import each
-from tests.model.helpers import (
-    LENGTHS,
-    TOLERANCE,
-    batch,
-    ours,
-    perturb,
-    shape,
-)
+from tests.model.helpers import LENGTHS, TOLERANCE, batch, ours, perturb, shape
 
 HEADS = {
     "sentiment": Head(task="classification", labels=("bad", "good", "so-so")),

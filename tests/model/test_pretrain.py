@@ -24,14 +24,7 @@ from model.families.registry import FAMILIES
 from model.heads import EncoderWithHeads, Pretraining
 from model.training import optim
 from model.training.training_run import TrainingRun
-from tests.model.helpers import (
-    TOLERANCE,
-    interrupted,
-    perturb,
-    shape,
-    stopped,
-    watch_steps,
-)
+from tests.model.helpers import TOLERANCE, interrupted, perturb, shape, stopped, watch_steps
 from tests.model.report.test_page import EXTERNAL
 
 pytestmark = pytest.mark.slow
@@ -381,9 +374,7 @@ def test_share_of_hidden_tokens(monkeypatch, tmp_path, arguments, family, rate):
     """The default share is the family's."""
     made, drawn = [], Sampler.samples
     monkeypatch.setattr(
-        Sampler,
-        "samples",
-        lambda self, **named: made.append(named["rate"]) or drawn(self, **named),
+        Sampler, "samples", lambda self, **named: made.append(named["rate"]) or drawn(self, **named)
     )
     run(tmp_path / "run", {**arguments, "steps": 1, "family": family})
     assert set(made) == {rate}
@@ -413,10 +404,7 @@ def test_heads_that_match(tmp_path, arguments):
     """Token-matching heads are made in the configured number of layers, and training continues from them."""
     settings = {"family": "nomic_bert", "steps": 1, "lr": 1e-9}
     for layers in (0, 1):
-        run(
-            tmp_path / str(layers),
-            {**arguments, **settings, "matching_layers": layers},
-        )
+        run(tmp_path / str(layers), {**arguments, **settings, "matching_layers": layers})
 
     without, matching = (last(tmp_path / name)["model"] for name in ("0", "1"))
     for name, weight in matching.items():
@@ -469,8 +457,7 @@ def test_fewer_and_fewer_are_hidden(monkeypatch, tmp_path, arguments):
 @pytest.mark.parametrize("rates", [{"mask_rate": 0.0}, {"final_mask_rate": 1.0}])
 def test_a_rate_that_is_no_share(rates):
     with pytest.raises(
-        ValueError,
-        match=r"^(final_)?mask_rate: Input should be .* than [01], not [01]\.0$",
+        ValueError, match=r"^(final_)?mask_rate: Input should be .* than [01], not [01]\.0$"
     ):
         pretrain.PretrainSettings(output="", corpus=[], tokenizer="", **rates)
 

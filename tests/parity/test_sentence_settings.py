@@ -611,8 +611,5 @@ def test_unknown_settings(folder):
     assert {} == unknown_sentence_settings(folder)
     edit_json(folder / "1_Pooling/config.json", colour="red")
     edit_json(folder / MODEL, author="Ada", b=1)
-    expected = {
-        "1_Pooling/config.json": ["colour"],
-        MODEL: ["author", "b"],
-    }
+    expected = {"1_Pooling/config.json": ["colour"], MODEL: ["author", "b"]}
     assert expected == unknown_sentence_settings(folder)

@@ -22,10 +22,7 @@ from model.checkpoints import tables
 from model.checkpoints.errors import CheckpointError
 from model.checkpoints.settings_table import Handling, render_table
 from model.checkpoints.tokenizer_files import MAX_LENGTH, read_model_max_length, read_tokenizer
-from model.checkpoints.tokenizer_tables import (
-    SPECIAL_TOKENS_MAP,
-    TOKENIZER_CONFIG,
-)
+from model.checkpoints.tokenizer_tables import SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG
 from service.core.encode import Encoder
 from tests import samples
 from tests.json_files import write_json

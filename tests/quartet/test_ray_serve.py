@@ -29,11 +29,7 @@ NODES = 3
 CLIENTS = 8
 CPUS = 2  # of a node, and of a replica
 
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.timeout(600),
-    pytest.mark.filterwarnings("default"),
-]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]
 
 
 @pytest.fixture(scope="module")

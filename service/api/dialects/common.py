@@ -18,12 +18,7 @@ from service.core.manifest import Task
 from service.engines.engine import Engine, Reply
 from service.errors import InvalidInput, QuartetError, TooLarge
 from service.tasks.fields import AtLeastOne
-from service.tasks.reranking import (
-    Reranking,
-    is_cross_encoder,
-    make_ranking,
-    select_ranking_head,
-)
+from service.tasks.reranking import Reranking, is_cross_encoder, make_ranking, select_ranking_head
 
 T = TypeVar("T")
 
@@ -204,9 +199,7 @@ class DocumentsRequest(Request):
 
     query: str = Field(description="the text that the documents are compared with")
     documents: Annotated[
-        list[str | dict[str, str]],
-        BeforeValidator(check_documents),
-        WithJsonSchema(DOCUMENTS),
+        list[str | dict[str, str]], BeforeValidator(check_documents), WithJsonSchema(DOCUMENTS)
     ] = Field(description="texts, or objects with a `text`")
     top_n: AtLeastOne | None = Field(
         None, description="documents to return; all of them when absent"

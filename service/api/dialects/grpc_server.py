@@ -142,7 +142,7 @@ class GrpcServer:
                 ("grpc.http2.bdp_probe", 0),  # it would raise lookahead_bytes
                 ("grpc.http2.min_ping_interval_without_data_ms", PING_MS),
                 ("grpc.keepalive_permit_without_calls", 1),
-            ],
+            ]
         )
         for service, rpcs in services.items():
             handlers = {

@@ -41,14 +41,7 @@ from service.api.responses import Answer, Entity, EntityGroup, FilledToken, Labe
 from service.api.schemas import OneHead, QaInput, numbered
 from service.core.decode import AnswerSpan
 from service.engines.engine import Engine, Reply
-from service.errors import (
-    ErrorForm,
-    InvalidInput,
-    NotFound,
-    QuartetError,
-    RetryableError,
-    TooLarge,
-)
+from service.errors import ErrorForm, InvalidInput, NotFound, QuartetError, RetryableError, TooLarge
 from service.tasks.classification import Classification
 from service.tasks.embedding import Embedding
 from service.tasks.entity_recognition import Aggregation, EntityRecognition
@@ -399,11 +392,7 @@ async def extract_features(call: Call[HfFeatureRequest]) -> Response:
 async def compare_sentences(call: Call[HfSimilarityRequest]) -> Response:
     """The cosine of each sentence's vector with that of the source sentence."""
     inputs, given = call.body.inputs, call.body.parameters or HfSimilarityParameters()
-    task = Similarity(
-        source=inputs.source_sentence,
-        inputs=inputs.sentences,
-        truncate=given.cuts,
-    )
+    task = Similarity(source=inputs.source_sentence, inputs=inputs.sentences, truncate=given.cuts)
     reply = await call.compute(task)
     return json_response(task.scores(call.engine, reply), call.headers(reply))
 

@@ -16,14 +16,7 @@ import orjson
 from numpy.typing import NDArray
 from pydantic import Field, SkipValidation, model_validator
 
-from service.api.native_routes import (
-    answer,
-    each,
-    entity,
-    filled_masks,
-    numbers,
-    sparse_vector,
-)
+from service.api.native_routes import answer, each, entity, filled_masks, numbers, sparse_vector
 from service.api.schemas import Request, numbered
 from service.core.decode import LabelScore
 from service.core.manifest import Head, Task

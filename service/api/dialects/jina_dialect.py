@@ -64,10 +64,5 @@ async def rerank(request: HttpRequest) -> Response:
     body = call.body
     show = (lambda one: {"document": {"text": text_of(one)}}) if body.return_documents else None
     reply, results = await rank_request(call, show=show)
-    content = {
-        "model": call.engine.id,
-        "object": "list",
-        "usage": usage(reply),
-        "results": results,
-    }
+    content = {"model": call.engine.id, "object": "list", "usage": usage(reply), "results": results}
     return json_response(content, call.headers(reply))

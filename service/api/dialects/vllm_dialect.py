@@ -66,12 +66,7 @@ ERROR_TYPES: Mapping[int, str] = {
     429: "RateLimitError",
 }
 # The pairs of fields that the texts of /score may have.
-SIDES = (
-    ("text_1", "text_2"),
-    ("queries", "documents"),
-    ("queries", "items"),
-    ("data_1", "data_2"),
-)
+SIDES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 NO_MESSAGES = "a model of this service has no chat template: send input"
 
 router = make_router(f"/{PREFIX}", "vllm_")
@@ -366,9 +361,7 @@ async def score(request: HttpRequest) -> Response:
     return respond(call, reply, "score", data)
 
 
-async def score_pairs(
-    call: Call[VllmScoreRequest],
-) -> tuple[Reply[list[LabelScore]], list[float]]:
+async def score_pairs(call: Call[VllmScoreRequest]) -> tuple[Reply[list[LabelScore]], list[float]]:
     """Score several pairs by the model's cross-encoder. Raises UnknownHead for a model without one."""
     body = call.body
     name = select_cross_encoder(call.engine, ())

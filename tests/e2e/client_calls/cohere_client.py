@@ -121,10 +121,7 @@ CALLS = [
     ),
     Call(
         "ClientV2().embed(inputs=contents)",
-        embed(
-            texts=None,
-            inputs=[{"content": [{"type": "text", "text": text}]} for text in TEXTS],
-        ),
+        embed(texts=None, inputs=[{"content": [{"type": "text", "text": text}]} for text in TEXTS]),
         VECTORS,
     ),
     Call("ClientV2().embed(embedding_types=all)", embed_all_types, all_types),
@@ -173,11 +170,7 @@ CALLS = [
         ),
         native("/rerank", {"query": QUERY, "documents": TEXTS, "return_text": True}, "results"),
     ),
-    Call(
-        "ClientV2().tokenize",
-        call("tokenize", "tokens", text=TEXTS[0]),
-        tokens,
-    ),
+    Call("ClientV2().tokenize", call("tokenize", "tokens", text=TEXTS[0]), tokens),
     Call("ClientV2().detokenize", detokenize, native_text),
     Call(
         "Client().models.list",

@@ -93,11 +93,7 @@ def native_sparse(text: str) -> Run:
 
 
 def rerank(
-    texts: list[str],
-    key: str | None = None,
-    *,
-    is_async: bool = False,
-    **options: Any,
+    texts: list[str], key: str | None = None, *, is_async: bool = False, **options: Any
 ) -> Run:
     """Return a function that reranks texts, and returns the index and the score of each."""
 

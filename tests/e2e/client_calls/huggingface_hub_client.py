@@ -62,12 +62,7 @@ def first(path: str, **body: object) -> Run:
 
 # The task, the client's method with its arguments, and the native answer.
 TASKS: list[tuple[str, tuple[Any, ...], dict[str, Any], Run]] = [
-    (
-        "text-classification",
-        (TEXTS[0],),
-        {},
-        first("/classify", inputs=TEXTS[0]),
-    ),
+    ("text-classification", (TEXTS[0],), {}, first("/classify", inputs=TEXTS[0])),
     (
         "text-classification",
         (TEXTS[0],),
@@ -86,12 +81,7 @@ TASKS: list[tuple[str, tuple[Any, ...], dict[str, Any], Run]] = [
         {"aggregation_strategy": "none", "ignore_labels": ["O"], "stride": 8},
         first("/ner", inputs=TEXTS[0], aggregation_strategy="none", stride=8),
     ),
-    (
-        "question-answering",
-        (),
-        QUESTION,
-        native("/qa", QUESTION, "results", 0, 0),
-    ),
+    ("question-answering", (), QUESTION, native("/qa", QUESTION, "results", 0, 0)),
     (
         "question-answering",
         (),

@@ -95,9 +95,7 @@ CALLS = [
         native("/embed", {"inputs": TEXTS, "dimensions": 8}, "embeddings"),
     ),
     Call(
-        "rerank.sync",
-        rerank(),
-        native("/rerank", {"query": QUERY, "documents": TEXTS}, "results"),
+        "rerank.sync", rerank(), native("/rerank", {"query": QUERY, "documents": TEXTS}, "results")
     ),
     Call(
         "rerank.asyncio(top_n=1)",

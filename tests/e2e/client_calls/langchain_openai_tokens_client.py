@@ -18,6 +18,6 @@ CALLS = [
     Call("aembed_query", embed_tokens("aembed_query", QUERY, **DEFAULTS), OF_QUERY),
 ]
 FAILURES = [
-    Failure("too many dimensions", embed_tokens("embed_query", QUERY, dimensions=65), BAD_REQUEST),
+    Failure("too many dimensions", embed_tokens("embed_query", QUERY, dimensions=65), BAD_REQUEST)
 ]
 KEY_USE: list[Any] = []

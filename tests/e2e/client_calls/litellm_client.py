@@ -43,11 +43,7 @@ def rerank(model: str, path: str) -> Run:
         import litellm
 
         found = litellm.rerank(
-            model=model,
-            query=QUERY,
-            documents=TEXTS,
-            api_base=server.url + path,
-            api_key="none",
+            model=model, query=QUERY, documents=TEXTS, api_base=server.url + path, api_key="none"
         )
         return [
             {
@@ -81,6 +77,6 @@ FAILURES = [
         "too many texts",
         embed("openai/text-embedding-3-small", "/v1", input=TOO_MANY),
         "litellm.exceptions.BadRequestError",
-    ),
+    )
 ]
 KEY_USE: list[KeyUse] = []

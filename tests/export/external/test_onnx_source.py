@@ -738,10 +738,7 @@ REFUSALS: dict[str, tuple[Spoil, str]] = {
     "other labels": (rewrite(id2label={"0": "a", "1": "b"}), "where ner needs (1, "),
     "no numbers": (regraph(fill(np.nan)), "logits has numbers that are not finite"),
     "whole numbers": (regraph(cast_output(TensorProto.INT64)), "logits is of int64"),
-    "fewer positions than said": (
-        regraph(limit_positions),
-        "(--max-length sets the longest)",
-    ),
+    "fewer positions than said": (regraph(limit_positions), "(--max-length sets the longest)"),
     "bfloat16": (regraph(bfloat16), "cannot serve weights of BFLOAT16"),
     "four bits": (regraph(four_bits), "cannot serve weights of 4 bits"),
     "weights in many files": (two_weight_files, "its weights lie in 2 files"),

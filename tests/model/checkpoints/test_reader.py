@@ -183,10 +183,7 @@ class TestRefusals:
         """A config of another kind of model is refused by its file and field."""
         edit_json(saved / "config.json", **fields)
 
-        for load in (
-            reader.load_model,
-            reader.load_encoder,
-        ):
+        for load in (reader.load_model, reader.load_encoder):
             with pytest.raises(CheckpointError, match=message):
                 load(saved)
 
@@ -344,13 +341,9 @@ class TestFillMask:
     )
     def test_untied(self, name, message, folder):
         """An output matrix or a bias of its own would change the logits, so it is refused."""
-        own = {
-            "weight": "bert.embeddings.word_embeddings.weight",
-            "bias": "cls.predictions.bias",
-        }
+        own = {"weight": "bert.embeddings.word_embeddings.weight", "bias": "cls.predictions.bias"}
         edit_weights(
-            folder,
-            lambda state: {**state, f"cls.predictions.decoder.{name}": state[own[name]] + 1},
+            folder, lambda state: {**state, f"cls.predictions.decoder.{name}": state[own[name]] + 1}
         )
 
         with pytest.raises(CheckpointError, match=message):

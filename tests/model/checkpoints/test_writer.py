@@ -90,10 +90,7 @@ class TestWhatWeSave:
 
     @pytest.mark.parametrize(
         ("auto", "next_sentence"),
-        [
-            (transformers.AutoModelForPreTraining, True),
-            (transformers.AutoModelForMaskedLM, False),
-        ],
+        [(transformers.AutoModelForPreTraining, True), (transformers.AutoModelForMaskedLM, False)],
         ids=["pretraining", "masked LM"],
     )
     @torch.no_grad()

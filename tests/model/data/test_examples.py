@@ -744,13 +744,7 @@ def test_sparse_loss_reads_weights():
 
 @pytest.mark.parametrize(
     ("ramp", "progress", "expected"),
-    [
-        (0.5, 0.0, 0.0),
-        (0.5, 0.25, 0.25),
-        (0.5, 0.5, 1.0),
-        (0.5, 1.0, 1.0),
-        (0.0, 0.0, 1.0),
-    ],
+    [(0.5, 0.0, 0.0), (0.5, 0.25, 0.25), (0.5, 0.5, 1.0), (0.5, 1.0, 1.0), (0.0, 0.0, 1.0)],
 )
 def test_flops_regularizer_rises(ramp, progress, expected):
     """Its weight rises by the square of the progress, and is constant after the ramp."""
@@ -760,8 +754,7 @@ def test_flops_regularizer_rises(ramp, progress, expected):
 @pytest.mark.parametrize("ramp", [-0.1, 1.1])
 def test_flops_ramp_is_a_share(ramp):
     with pytest.raises(
-        ValueError,
-        match=rf"flops_ramp: Input should be .* than or equal to [01], not {ramp}",
+        ValueError, match=rf"flops_ramp: Input should be .* than or equal to [01], not {ramp}"
     ):
         HeadSettings(task="sparse-embedding", train=[], flops_ramp=ramp)
 

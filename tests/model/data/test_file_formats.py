@@ -57,10 +57,7 @@ EXPECTED: dict[str, list[Any]] = {
         QuestionRow("", "Who?", "Ada drew it.", (("Ada", 0),)),
         QuestionRow("", "Why?", "Ada drew it.", ()),
     ],
-    "embedding": [
-        Similar("", ("a, b", "p"), None, ("n",)),
-        Similar("", ("c", "q"), None, ("m",)),
-    ],
+    "embedding": [Similar("", ("a, b", "p"), None, ("n",)), Similar("", ("c", "q"), None, ("m",))],
 }
 
 
@@ -188,8 +185,7 @@ def test_old_line_ends(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "header",
-    ["Text,Label", " TEXT , label ", "sentence,LABEL", "question,label"],
+    "header", ["Text,Label", " TEXT , label ", "sentence,LABEL", "question,label"]
 )
 def test_names_of_columns(tmp_path, header):
     """In any case, with blanks around them."""
@@ -446,13 +442,7 @@ def test_labels_of_annotation_tools(tmp_path, row, labels):
         ("classification", choices("x"), [choices("x", was_cancelled=True), {"annotations": []}]),
     ],
 )
-def test_rows_that_the_annotator_left_out(
-    tmp_path,
-    caplog,
-    task,
-    row,
-    others,
-):
+def test_rows_that_the_annotator_left_out(tmp_path, caplog, task, row, others):
     """They are no training data, and counted."""
     rows = [{**row, **other} for other in others]
     [_] = read(tmp_path / "a.json", json.dumps([*rows, {**row, "answer": "accept"}]), task)

@@ -242,10 +242,7 @@ def test_anchors_have_a_positive_and_any_negatives(tmp_path):
 def test_a_table_has_its_columns_named(tmp_path):
     """Quotation marks are text, an empty cell is no field, and columns of other names do not matter."""
     path = write(
-        tmp_path / "a.tsv",
-        "source\tanchor\tpositive\tnegative",
-        'news\ta "b"\tp\tn',
-        "\tc\tq\t",
+        tmp_path / "a.tsv", "source\tanchor\tpositive\tnegative", 'news\ta "b"\tp\tn', "\tc\tq\t"
     )
     assert labelled_rows.read(path, "embedding") == [
         Similar(f"{path}:2", ('a "b"', "p"), None, ("n",)),

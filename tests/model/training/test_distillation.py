@@ -144,11 +144,7 @@ def relations_by_hand(
     total = torch.zeros(())
     for part in range(3):
         costs = []
-        for a, b in zip(
-            ours[part].split(lengths),
-            theirs[part].split(lengths),
-            strict=True,
-        ):
+        for a, b in zip(ours[part].split(lengths), theirs[part].split(lengths), strict=True):
             for x, y in zip(a.chunk(num_heads, dim=1), b.chunk(num_heads, dim=1), strict=True):
                 for row in range(len(x)):
                     q = torch.softmax(x @ x[row] / math.sqrt(x.shape[1]), dim=0)

@@ -182,11 +182,7 @@ def test_set_lr():
 
 @pytest.mark.parametrize(
     ("avx512", "amx", "dtype"),
-    [
-        (False, False, torch.float32),
-        (True, False, torch.bfloat16),
-        (False, True, torch.bfloat16),
-    ],
+    [(False, False, torch.float32), (True, False, torch.bfloat16), (False, True, torch.bfloat16)],
 )
 def test_precision_by_capability(monkeypatch, avx512, amx, dtype):
     """A CPU computes in bfloat16 only if it has units that multiply in it."""

@@ -6,13 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.engines.commands import (
-    ListModels,
-    LoadModel,
-    PromoteModel,
-    RollBackModel,
-    UnloadModel,
-)
+from service.engines.commands import ListModels, LoadModel, PromoteModel, RollBackModel, UnloadModel
 from service.errors import BadBundle, Conflict
 from service.keys import Key, digest, make_key
 

@@ -153,10 +153,7 @@ async def test_lines_leave_before_the_answer_is_whole(app, engine, lines):
         "path": "/embed",
         "raw_path": b"/embed",
         "query_string": b"",
-        "headers": [
-            (b"accept", MEDIA_TYPE.encode()),
-            (b"content-type", b"application/json"),
-        ],
+        "headers": [(b"accept", MEDIA_TYPE.encode()), (b"content-type", b"application/json")],
     }
     async with app.router.lifespan_context(app):
         asked = asyncio.create_task(app(scope, receive, sent.put))

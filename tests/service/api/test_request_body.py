@@ -49,10 +49,7 @@ def freely(size: int) -> None:
 
 
 async def read(
-    *messages: Message,
-    headers: dict[str, str] = JSON,
-    max_parts: int = 100,
-    **options: Any,
+    *messages: Message, headers: dict[str, str] = JSON, max_parts: int = 100, **options: Any
 ) -> object:
     """Read and parse a JSON body as the routes do."""
     check_media_type(headers)

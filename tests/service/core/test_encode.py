@@ -15,15 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
-from service.core.encode import (
-    Cut,
-    Encoder,
-    Encoding,
-    TextError,
-    Window,
-    expand,
-    load_tokenizer,
-)
+from service.core.encode import Cut, Encoder, Encoding, TextError, Window, expand, load_tokenizer
 
 compare = settings(max_examples=50)
 
@@ -42,8 +34,7 @@ PARTS = [
     ".", "'", "-", "[SEP]", "½", "①", "\ufffd", "\U0010ffff",
 ]  # fmt: skip
 odd_text = st.one_of(
-    st.lists(st.sampled_from(PARTS), max_size=16).map("".join),
-    st.text(max_size=16),
+    st.lists(st.sampled_from(PARTS), max_size=16).map("".join), st.text(max_size=16)
 )
 
 

@@ -25,13 +25,7 @@ from service.core.encode import Encoder
 from service.core.goldens import cosine
 from service.core.openvino import OPENVINO, load_runtime
 from service.core.packing import Packed
-from service.core.session import (
-    ProviderError,
-    SessionOptions,
-    TimeLimit,
-    open_session,
-    ort,
-)
+from service.core.session import ProviderError, SessionOptions, TimeLimit, open_session, ort
 from service.embedded import EmbeddedService
 from service.engines.memory_need import graph_needs
 from service.settings import Settings

@@ -329,18 +329,8 @@ async def test_timing(tiny):
             "pairs have no windows",
             "truncate",
         ),
-        (
-            ner(SHORT, stride=256),
-            None,
-            "tiny@1 takes strides of at most 255",
-            "stride",
-        ),
-        (
-            embed(SHORT, dimensions=65),
-            None,
-            "embeddings has 64 dimensions, 65 were",
-            "dimensions",
-        ),
+        (ner(SHORT, stride=256), None, "tiny@1 takes strides of at most 255", "stride"),
+        (embed(SHORT, dimensions=65), None, "embeddings has 64 dimensions, 65 were", "dimensions"),
     ],
     ids=["head", "task", "calibrated", "pairs", "stride", "dimensions"],
 )
@@ -360,10 +350,7 @@ async def test_too_long(tiny):
     assert "inputs[1]" == caught.value.param
     asked = replace(ticket(), place="context")
     with pytest.raises(InvalidInput, match=r"^context: longer than 512 tokens") as caught:
-        await tiny.answer(
-            qa(["Who?"], [LONG], truncate=False),
-            asked,
-        )
+        await tiny.answer(qa(["Who?"], [LONG], truncate=False), asked)
     assert "context" == caught.value.param
 
 

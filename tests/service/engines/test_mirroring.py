@@ -215,10 +215,7 @@ async def test_results_of_several_heads_are_compared_by_head():
     answered = replace(reply({"sentiment": GOOD, "entities": [PER]}, None), heads=heads)
     answer = replace(reply({"sentiment": BAD, "entities": [PER]}, None), heads=heads)
     await copied.copied(answered, answer)
-    assert [
-        ("a@2", "sentiment", "changed", 1),
-        ("a@2", "entities", "same", 1),
-    ] == copied.told
+    assert [("a@2", "sentiment", "changed", 1), ("a@2", "entities", "same", 1)] == copied.told
     assert heads == copied.asked[0][2]
 
 

@@ -76,9 +76,6 @@ async def test_requests_hold_their_room_until_they_are_answered(client_with, eng
         assert {(429, "overloaded", None)} == {error_of(r.result()) for r in asked if r.done()}
         engine.hold.set()
         statuses = [(await request).status_code for request in asked]
-        assert [accepted, 20 - accepted] == [
-            statuses.count(200),
-            statuses.count(429),
-        ]
+        assert [accepted, 20 - accepted] == [statuses.count(200), statuses.count(429)]
         assert 200 == (await small).status_code
         assert 200 == (await client.post("/embed", json=LARGE)).status_code

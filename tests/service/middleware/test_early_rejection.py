@@ -214,8 +214,7 @@ def test_a_body_is_expected_to_be_as_those_of_its_size(seen, size, expected):
 
 
 @pytest.mark.parametrize(
-    ("said", "size"),
-    [({}, 0), ({"content-length": "12"}, 12), ({"content-length": "many"}, 0)],
+    ("said", "size"), [({}, 0), ({"content-length": "12"}, 12), ({"content-length": "many"}, 0)]
 )
 def test_the_length_is_what_the_client_says(said, size):
     """Nothing is expected of a body that comes in chunks."""

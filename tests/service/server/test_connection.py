@@ -763,11 +763,7 @@ async def test_a_connection_too_many_is_not_waited_for(listen, monkeypatch):
 
 async def test_a_flood_leaves_room_for_a_health_check(listen):
     """Connections beyond the limit are few: the oldest of them ends for each that comes, and the newest is answered."""
-    async with (
-        listen(max_connections=1) as server,
-        busy_client(server),
-        AsyncExitStack() as flood,
-    ):
+    async with listen(max_connections=1) as server, busy_client(server), AsyncExitStack() as flood:
         for _ in range(FEW + 20):
             await flood.enter_async_context(server.client())
         await until(lambda: len(server.state.connections) == 1 + FEW)
@@ -790,8 +786,7 @@ async def test_an_excess_connection_takes_no_other_place(listen):
 # Refused at a bad time
 
 BUSY = Load(
-    rates={"tiny@1": 100.0},
-    waiting={Flow("tiny@1"): Backlog.of(*[RemainingWork(10, 1)] * 1000)},
+    rates={"tiny@1": 100.0}, waiting={Flow("tiny@1"): Backlog.of(*[RemainingWork(10, 1)] * 1000)}
 )
 EMBED = b'{"inputs": "a text"}'
 
@@ -877,10 +872,7 @@ async def test_our_bug_is_never_a_bad_request(listen, monkeypatch, lines, place)
 
 @pytest.mark.parametrize(
     "place",
-    [
-        "observability.metrics.Metrics.observe_request",
-        "middleware.request_lifecycle.log_request",
-    ],
+    ["observability.metrics.Metrics.observe_request", "middleware.request_lifecycle.log_request"],
 )
 @pytest.mark.parametrize("load", [BUSY, None], ids=["refused", "answered"])
 async def test_a_request_has_one_answer_though_it_cannot_be_recorded(

@@ -130,8 +130,7 @@ async def test_targets_are_texts(engine):
 
 
 @pytest.mark.parametrize(
-    ("target", "pieces"),
-    [("the harbour", "'the'"), ("", "none"), ("\u2603", r"'\[UNK\]'")],
+    ("target", "pieces"), [("the harbour", "'the'"), ("", "none"), ("\u2603", r"'\[UNK\]'")]
 )
 async def test_targets_that_are_no_token(target, pieces, engine):
     """They are refused by their index, with the tokens that they are."""

@@ -54,10 +54,7 @@ class Requests:
 async def requests(tasks_bundle: Path) -> AsyncIterator[Requests]:
     metrics = Metrics()
     settings = Settings(
-        bundles=(tasks_bundle,),
-        provider="cpu",
-        threads=1,
-        max_inputs_per_request=MOST_INPUTS,
+        bundles=(tasks_bundle,), provider="cpu", threads=1, max_inputs_per_request=MOST_INPUTS
     )
     app = create_app(settings, partial(open_local_engines, metrics), metrics)
     transport = httpx.ASGITransport(app=app)

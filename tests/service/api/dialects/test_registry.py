@@ -86,11 +86,7 @@ INVENTED = {
         "inputs": [{"name": "text", "datatype": "BYTES", "shape": [1], "data": ["a"]}]
     },
 }
-TEI = {
-    "/tei": {"inputs": "a"},
-    "/tei/embed": {"inputs": "a"},
-    "/tei/predict": {"inputs": "a"},
-}
+TEI = {"/tei": {"inputs": "a"}, "/tei/embed": {"inputs": "a"}, "/tei/predict": {"inputs": "a"}}
 
 
 @pytest.mark.parametrize(
