@@ -7,6 +7,7 @@ on the lengths.
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -27,6 +28,8 @@ SLOT_MULTIPLE = 16
 # word of the text, and the token whose vector is a label's. A window of a zero-shot-classification head has one word,
 # the separator, and TEXT after it.
 WORD, LABEL, TEXT = 1, 2, 3
+
+MOST_KEPT = 1024  # layouts of one sequence
 
 Ints = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -57,6 +60,8 @@ class Layout:
 
     def widen(self, multiple: int) -> "Layout":
         """Return the layout with padding slots up to the next multiple of `multiple` slots in each row."""
+        if len(self.lengths) == 1:
+            return lone_layout(self.lengths.item(), self.attended.item(), multiple)
         longest = self.longest
         added = -longest % multiple
         if not added:
@@ -74,7 +79,7 @@ class Layout:
         return offsets.astype(np.int32).reshape(self.unpack.shape)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Packed:
     """One batch: `input_ids`, `token_type_ids`, `position_ids` are `[T]` int64."""
 
@@ -104,14 +109,24 @@ def make_layout(lengths: Iterable[int], hidden: Iterable[int] | None = None) -> 
         raise ValueError(
             f"a batch needs sequences of at least one token, got lengths {sizes.tolist()}"
         )
-    if sizes.size == 1:  # the most frequent layout of a service with one client
-        pack = np.arange(sizes[0])
-        return Layout(sizes, attended, pack[None], pack, np.array([0, sizes[0]], np.int32))
     cu_seqlens = np.concatenate([[0], np.cumsum(sizes)])
     columns = np.arange(sizes.max())
     real = columns < sizes[:, None]  # [B, S]
     unpack = np.where(real, cu_seqlens[:-1, None] + columns, cu_seqlens[:-1, None])
     return Layout(sizes, attended, unpack, np.flatnonzero(real), cu_seqlens.astype(np.int32))
+
+
+@lru_cache(MOST_KEPT)
+def lone_layout(length: int, attended: int, multiple: int = 1) -> Layout:
+    """Return the layout of one sequence in a row of a multiple of `multiple` slots. Its arrays must not be changed.
+
+    It is kept, because after a run of a model numpy's code is no longer in the processor's caches.
+    """
+    pack = np.arange(length)
+    unpack = np.zeros((1, round_up(length, multiple)), np.int64)
+    unpack[0, :length] = pack
+    sizes, ends = np.array([length]), np.array([0, length], np.int32)
+    return Layout(sizes, np.array([attended]), unpack, pack, ends)
 
 
 def positions(layout: Layout) -> Ints:
@@ -202,6 +217,9 @@ def row_starts(packed: Packed, heads: Mapping[str, Head]) -> dict[str, Ints | In
 
 def pack(windows: Sequence[Window]) -> Packed:
     """Concatenate windows, in order, into one packed batch."""
+    if len(windows) == 1 and len(only := windows[0]):
+        layout = lone_layout(len(only), len(only) - only.hidden)
+        return Packed(only.input_ids, only.token_type_ids, layout.pack, layout)
     layout = make_layout(map(len, windows), (window.hidden for window in windows))
     return Packed(
         np.concatenate([window.input_ids for window in windows]),
@@ -220,7 +238,7 @@ def each(packed: Packed) -> Iterator[Packed]:
             packed.input_ids[own],
             packed.token_type_ids[own],
             packed.position_ids[own],
-            make_layout([end - start], hidden[row : row + 1]),
+            lone_layout(end - start, end - start - hidden[row].item()),
         )
 
 

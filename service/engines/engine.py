@@ -64,7 +64,7 @@ class Ticket:
     tokens: int = 0  # of the inputs that the engine submits to the device
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenUsage:
     """The size of an encoded request."""
 
@@ -73,7 +73,7 @@ class TokenUsage:
     truncated: list[int]  # indices of the inputs that lost text
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Timing:
     """Seconds by stage, and the size of the batch; each value is the maximum over the request's entries."""
 
@@ -86,7 +86,7 @@ class Timing:
     batch_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reply(Generic[T]):
     """The results of a request."""
 

@@ -20,7 +20,7 @@ from service.scheduling.load import Backlog, Flow, Load
 # -- from an HTTP process to the inference process --------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Submit:
     """Compute the entries of one request; arrays: all `input_ids`, then all `token_type_ids`, int64.
 
@@ -187,7 +187,7 @@ class LoadReport:
         return Load(self.rates, waiting, self.problem, self.max_queue_tokens)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Computed:
     """Outcomes of entries, by their places in `Submit`; arrays: their outputs, float32, one after the other."""
 

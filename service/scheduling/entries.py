@@ -19,7 +19,7 @@ Outputs = Mapping[str, NDArray[np.float32]]
 Heads = tuple[str, ...]  # empty for all heads of the bundle
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Outcome:
     """An entry's own rows by head ([C], [n, C], [n, 2] or [D]), and the figures of its batch."""
 

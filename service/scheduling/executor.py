@@ -143,7 +143,7 @@ class Probe:
             self.future.set_result(outputs)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BatchStats:
     """The statistics of a batch that ran, for metrics. masks: mask tokens whose logits were computed"""
 
@@ -174,11 +174,12 @@ def work(
     """Run a batch; return each entry's result, and the batch's statistics."""
     began = clock()
     results = attempt(run, width, batch)
+    lengths = [entry.tokens for entry in batch]
     stats = BatchStats(
         bundle=batch[0].bundle,
         size=len(batch),
-        tokens=sum(entry.tokens for entry in batch),
-        longest=max(entry.tokens for entry in batch),
+        tokens=sum(lengths),
+        longest=max(lengths),
         queue_s=tuple(began - entry.arrival for entry in batch),
         inference_s=clock() - began,
         failed={
@@ -217,10 +218,11 @@ def all_heads(batch: Sequence[Entry]) -> Heads:
 
 def _own(entry: Entry, outputs: Outputs) -> EntryResult:
     """Return the outputs of the entry's heads, or an error where they are not finite."""
-    if entry.heads:
-        if missing := [head for head in entry.heads if head not in outputs]:
-            return errors.InferenceFailed(f"our bug: the graph has no output {missing[0]!r}")
-        outputs = {head: outputs[head] for head in entry.heads}
-    if all(np.isfinite(rows).all() for rows in outputs.values()):
-        return outputs
-    return errors.InferenceFailed("the model's result for this input is not finite")
+    own = {}
+    for head in entry.heads or outputs:
+        if head not in outputs:
+            return errors.InferenceFailed(f"our bug: the graph has no output {head!r}")
+        own[head] = outputs[head]
+        if not np.isfinite(own[head]).all():
+            return errors.InferenceFailed("the model's result for this input is not finite")
+    return own

@@ -1,6 +1,7 @@
 """A packed batch holds every token once, and its layout says where each stands in a rectangle."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from service.core.manifest import Head
 from service.core.packing import (
     MOST_MASKS,
     each,
+    lone_layout,
     make_layout,
     mask_positions,
     pack,
@@ -125,6 +127,16 @@ class TestLayout:
             make_layout(lengths)
 
         assert str(lengths) in str(refused.value)
+
+
+def test_lone_layout():
+    """The kept layout of one sequence is the one that is made for several."""
+    made, lone = make_layout([5], [2]), lone_layout(5, 3)
+
+    for field in fields(made):
+        np.testing.assert_array_equal(
+            getattr(made, field.name), getattr(lone, field.name), strict=True
+        )
 
 
 class TestPack:
