@@ -25,10 +25,7 @@ ADVICE = {
         "use a key with the permission, or add the [host](settings.md#notes)",
     ),
     "not_found": ("no such route", "check the path"),
-    "unknown_model": (
-        "no such model is served",
-        "use a name from the message, or set `aliases` or `unknown_model`",
-    ),
+    "unknown_model": ("no such model is served", "use a name from the message, or set `aliases` or `unknown_model`"),
     "unknown_head": ("the model has no such head for this task", "use a head from the message"),
     "method_not_allowed": ("the route does not support this method", "use a method from `Allow`"),
     "slow_headers": ("the headers did not arrive within `header_timeout_s`", "retry"),
@@ -48,18 +45,12 @@ ADVICE = {
         "inputs exceed a limit, even if the queue is empty",
         "split the request",
     ),
-    "unsupported_media_type": (
-        "the content type is not `application/json` in UTF-8",
-        "set `Content-Type`",
-    ),
+    "unsupported_media_type": ("the content type is not `application/json` in UTF-8", "set `Content-Type`"),
     "unsupported_encoding": (
         "the body is compressed in an unsupported way",
         "use an encoding from `Accept-Encoding` of the response",
     ),
-    "invalid": (
-        "a field has an impossible value; the message lists every bad field and index",
-        "fix the request",
-    ),
+    "invalid": ("a field has an impossible value; the message lists every bad field and index", "fix the request"),
     "bad_bundle": (
         "the bundle failed its checks; the message names the file, hash or head that disagrees",
         "export the bundle again",
@@ -68,10 +59,7 @@ ADVICE = {
         "the queue is full, the answer would miss the deadline, or request bodies take too much memory",
         "retry after `Retry-After` seconds",
     ),
-    "rate_limited": (
-        "the key exceeded its requests or tokens per minute",
-        "retry after `Retry-After` seconds",
-    ),
+    "rate_limited": ("the key exceeded its requests or tokens per minute", "retry after `Retry-After` seconds"),
     "headers_too_large": (
         "more than 100 headers, more than 64 KiB of them, a path longer than 2 KiB, or a longer URL than 8 KiB",
         "send fewer headers",
@@ -81,10 +69,7 @@ ADVICE = {
         "the model failed on this input, or its output was not finite",
         "report it with `X-Request-Id`; the log contains a hash of the tokens",
     ),
-    "too_many_connections": (
-        "`max_connections` are open",
-        "reuse connections; retry after `Retry-After` seconds",
-    ),
+    "too_many_connections": ("`max_connections` are open", "reuse connections; retry after `Retry-After` seconds"),
     "not_ready": ("the service is not ready", "retry after `Retry-After` seconds"),
     "draining": ("the service shuts down", "retry; another instance answers"),
     "replica_lost": (
@@ -95,7 +80,7 @@ ADVICE = {
         "no answer within the deadline; the service dropped the work",
         "retry later, or allow more time",
     ),
-}
+}  # fmt: skip
 
 
 def block(name: str) -> re.Pattern[str]:

@@ -23,20 +23,14 @@ CALLS = (
     ("service.tasks.classification:Classification.plan", "service.core.encode:Encoder.windows"),
     ("service.tasks.classification:Classification.plan", "service.core.decode:classify"),
     ("service.engines.engine:Engine.answer", "service.engines.device:Device.submit"),
-    (
-        "service.engines.engine:Engine.answer",
-        "service.engines.result_collector:ResultCollector.add_all",
-    ),
+    ("service.engines.engine:Engine.answer", "service.engines.result_collector:ResultCollector.add_all"),
     ("service.engines.local_device:LocalDevice", "service.scheduling.batcher:Batcher.submit"),
-    (
-        "service.scheduling.batcher:Batcher._admit",
-        "service.scheduling.admission_control:AdmissionControl.check",
-    ),
+    ("service.scheduling.batcher:Batcher._admit", "service.scheduling.admission_control:AdmissionControl.check"),
     ("service.scheduling.batcher:Batcher._fill", "service.scheduling.planner:Planner.next"),
     ("service.scheduling.batcher:Batcher._fill", "service.scheduling.executor:Threads.run"),
     ("service.engines.local_device:Runner.run", "service.core.session:Session.run"),
     ("service.engines.local_device:Runner.run", "service.core.packing:split"),
-)
+)  # fmt: skip
 
 
 def find(place: str) -> ast.AST:

@@ -43,14 +43,10 @@ def post(url: str, path: str, body: dict[str, Any]) -> Any:
         ("topic", PAGE["classify"]["From the news"], ["Business"]),
         ("sentiment", PAGE["analyze"]["A happy guest"], ["positive"]),
         ("sentiment", EXAMPLES[ClassifyRequest]["one text"], ["negative"]),
-        (
-            "sentiment",
-            EXAMPLES[ClassifyRequest]["several texts, best label each"],
-            ["positive", "negative"],
-        ),
+        ("sentiment", EXAMPLES[ClassifyRequest]["several texts, best label each"], ["positive", "negative"]),
         ("sentiment", EXAMPLES[ClassifyRequest]["pairs of texts"], ["positive", "negative"]),
     ],
-)
+)  # fmt: skip
 def test_labels(mini_url, head, body, labels):
     best = [result[0] for result in post(mini_url, "/classify", {**body, "head": head})]
     assert [each["label"] for each in best] == labels
@@ -64,22 +60,13 @@ def test_labels(mini_url, head, body, labels):
             PAGE["entities"]["A laboratory"],
             "Marie Curie/PER, Warsaw/LOC, Paris/LOC, Pierre Curie/PER, Nobel Prize/MISC",
         ),
-        (
-            PAGE["entities"]["An engine"],
-            "Ada Lovelace/PER, Charles Babbage/PER, London/LOC, Oxford/LOC",
-        ),
-        (
-            PAGE["entities"]["With emoji"],
-            "Anna Schmidt/PER, Siemens/ORG, Munich/LOC, Microsoft/ORG, Oslo/LOC",
-        ),
+        (PAGE["entities"]["An engine"], "Ada Lovelace/PER, Charles Babbage/PER, London/LOC, Oxford/LOC"),
+        (PAGE["entities"]["With emoji"], "Anna Schmidt/PER, Siemens/ORG, Munich/LOC, Microsoft/ORG, Oslo/LOC"),
         (PAGE["analyze"]["A happy guest"], "Marta Lindqvist/PER, Oslo/LOC"),
         (EXAMPLES[NerRequest]["entities"], "Ada Lovelace/PER, Charles Babbage/PER, London/LOC"),
-        (
-            EXAMPLES[NerRequest]["every token"] | {"aggregation_strategy": "first"},
-            "Piraeus/LOC, Naxos/LOC",
-        ),
+        (EXAMPLES[NerRequest]["every token"] | {"aggregation_strategy": "first"}, "Piraeus/LOC, Naxos/LOC"),
     ],
-)
+)  # fmt: skip
 def test_entities(mini_url, body, entities):
     [found] = post(mini_url, "/ner", body)
     assert ", ".join(f"{each['word']}/{each['entity_group']}" for each in found) == entities
@@ -94,13 +81,9 @@ def test_entities(mini_url, body, entities):
         (PAGE["answers"]["No answer"], ""),
         (EXAMPLES[QaRequest]["one question"], "at six o'clock"),
         (EXAMPLES[QaRequest]["several questions, or no answer"]["inputs"][0], "Marta Silva"),
-        (
-            EXAMPLES[QaRequest]["several questions, or no answer"]["inputs"][1]
-            | {"handle_impossible_answer": True},
-            "",
-        ),
+        (EXAMPLES[QaRequest]["several questions, or no answer"]["inputs"][1] | {"handle_impossible_answer": True}, ""),
     ],
-)
+)  # fmt: skip
 def test_answers(mini_url, body, answer):
     [[best, second]] = post(mini_url, "/qa", {**body, "top_k": 2})
     assert best["answer"] == answer

@@ -171,11 +171,7 @@ BOOL = {"a": {"bool_param": True}}
     [
         (infer(), "INVALID_ARGUMENT", "inputs"),
         (infer(texts([])), "INVALID_ARGUMENT", "shape"),
-        (
-            infer({"name": "text", "datatype": "BYTES", "shape": [1]}),
-            "INVALID_ARGUMENT",
-            "0 elements",
-        ),
+        (infer({"name": "text", "datatype": "BYTES", "shape": [1]}), "INVALID_ARGUMENT", "0 elements"),
         (infer({"name": "text", "datatype": "FP64", "shape": [1]}), "INVALID_ARGUMENT", "FP64"),
         (infer({"name": "text", "datatype": "BYTES", "shape": [-1]}), "INVALID_ARGUMENT", "shape"),
         (infer(texts(["a"] * 9)), "INVALID_ARGUMENT", "9 elements"),
@@ -185,25 +181,17 @@ BOOL = {"a": {"bool_param": True}}
         (infer(texts(), parameters=BOOL), "INVALID_ARGUMENT", "parameters.a"),
         (infer({**texts(), "parameters": BOOL}), "INVALID_ARGUMENT", "parameters.a"),
         (infer(texts(), parameters={"a": {}}), "INVALID_ARGUMENT", "parameters.a"),
-        (
-            infer(texts(), outputs=[{"name": "topics", "parameters": BOOL}]),
-            "INVALID_ARGUMENT",
-            "parameters.a",
-        ),
+        (infer(texts(), outputs=[{"name": "topics", "parameters": BOOL}]), "INVALID_ARGUMENT", "parameters.a"),
         (
             infer(texts(), parameters={"binary_data_output": {"bool_param": True}}),
             "INVALID_ARGUMENT",
             "binary_data_output",
         ),
-        (
-            infer(texts(), parameters={"timeout": {"string_param": "a"}}),
-            "INVALID_ARGUMENT",
-            "timeout",
-        ),
+        (infer(texts(), parameters={"timeout": {"string_param": "a"}}), "INVALID_ARGUMENT", "timeout"),
         (infer(texts(), outputs=[{"name": "logits"}]), "NOT_FOUND", "logits"),
         (messages.ModelInferRequest(inputs=[texts()]), "NOT_FOUND", "''"),
     ],
-)
+)  # fmt: skip
 def test_errors(channel, asked, status, named):
     """A request that is not valid has a status and our message."""
     found, message = refusal(channel, INFER, asked)

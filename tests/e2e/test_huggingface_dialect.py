@@ -134,27 +134,12 @@ def test_answer_lengths(server):
         ("text-classification", [], 400, "JSON object"),
         ("token-classification", {"parameters": {"ignore_labels": []}}, 400, '"O"'),
         ("question-answering", {}, 400, "inputs"),
-        (
-            "question-answering",
-            {"inputs": QUESTION, "parameters": {"max_seq_len": 9}},
-            400,
-            "max_seq_len",
-        ),
-        (
-            "question-answering",
-            {"inputs": QUESTION, "parameters": {"align_to_words": False}},
-            400,
-            "whole",
-        ),
+        ("question-answering", {"inputs": QUESTION, "parameters": {"max_seq_len": 9}}, 400, "max_seq_len"),
+        ("question-answering", {"inputs": QUESTION, "parameters": {"align_to_words": False}}, 400, "whole"),
         ("feature-extraction", {"prompt_name": "other"}, 400, "prompt"),
         ("feature-extraction", {"encoding_format": "base64"}, 400, "base64"),
         ("feature-extraction", {"truncation_direction": "left"}, 400, "right"),
-        (
-            "feature-extraction",
-            {"normalize": True, "parameters": {"normalize": True}},
-            400,
-            "normalize",
-        ),
+        ("feature-extraction", {"normalize": True, "parameters": {"normalize": True}}, 400, "normalize"),
         ("fill-mask", {"inputs": "a [MASK]", "parameters": {"targets": ["zebra"]}}, 400, "targets"),
         ("zero-shot-classification", {}, 400, "parameters"),
         ("zero-shot-classification", {"parameters": {"candidate_labels": ","}}, 400, "labels"),
@@ -172,7 +157,7 @@ def test_answer_lengths(server):
         ("", "text", 400, "JSON object"),
         ("/nothing", {}, 404, "nothing"),
     ],
-)
+)  # fmt: skip
 def test_errors(server, path, more, status, named):
     """They have the API's form, with our messages."""
     body = {"inputs": "a", **more} if isinstance(more, dict) else more

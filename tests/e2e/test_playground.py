@@ -546,13 +546,9 @@ def test_task_without_a_head_is_hidden(browser, server_url):
     [
         ("yes", {"a": "yes", "b": "yes"}, "Commercial use, by its data’s terms: yes"),
         ("no: A: a part; B", {}, "Commercial use, by its data’s terms: no (A: a part; B)"),
-        (
-            "no: A",
-            {"a": "no: A", "b": "yes"},
-            "Commercial use, by its data’s terms: no (A); by head: a no, b yes",
-        ),
+        ("no: A", {"a": "no: A", "b": "yes"}, "Commercial use, by its data’s terms: no (A); by head: a no, b yes"),
     ],
-)
+)  # fmt: skip
 def test_terms_of_the_data_are_shown(browser, server_url, use, by_head, shown):
     """Whether the data of the model that is asked may be used commercially, and if not, which may not."""
     page = browser.new_page()

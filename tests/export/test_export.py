@@ -537,11 +537,7 @@ REFUSED: dict[str, tuple[Spoil, list[str], str]] = {
         "cls.predictions.transform.LayerNorm.bias, cls.predictions.transform.LayerNorm.weight ...: "
         "--task embedding reads the encoder alone",
     ),
-    "another encoder": (
-        change("config.json", model_type="gpt2"),
-        [],
-        "config.json: model_type 'gpt2' is none of bert",
-    ),
+    "another encoder": (change("config.json", model_type="gpt2"), [], "config.json: model_type 'gpt2' is none of bert"),
     "gelu_new": (change("config.json", hidden_act="gelu_new"), [], "hidden_act 'gelu_new': only"),
     "no config": (drop("config.json"), [], "config.json is missing"),
     "no weights": (drop("model.safetensors"), [], "model.safetensors is missing"),
@@ -568,17 +564,9 @@ REFUSED: dict[str, tuple[Spoil, list[str], str]] = {
     "a graph's option": (lambda _: None, ["--output", "x"], "--output and --pooling none are for"),
     "name": (lambda _: None, ["--name", "a b"], "--name: 'a b' may have letters"),
     "version": (lambda _: None, ["--version", "1@2"], "--version: '1@2' may have letters"),
-    "long": (
-        lambda _: None,
-        ["--max-length", "513"],
-        "--max-length: from 8 to the checkpoint's own 512",
-    ),
+    "long": (lambda _: None, ["--max-length", "513"], "--max-length: from 8 to the checkpoint's own 512"),
     "short": (lambda _: None, ["--max-length", "7"], "--max-length: from 8"),
-    "fp16 alone": (
-        lambda _: None,
-        ["--precision", "fp16"],
-        "--precision: fp16 runs on a GPU only; add fp32 or int8",
-    ),
+    "fp16 alone": (lambda _: None, ["--precision", "fp16"], "--precision: fp16 runs on a GPU only; add fp32 or int8"),
     "no provenance": (lambda _: None, ["--provenance", "nowhere.toml"], "nowhere.toml"),
     "unknown head": (
         lambda _: None,
@@ -591,7 +579,7 @@ REFUSED: dict[str, tuple[Spoil, list[str], str]] = {
         "--eval: masks is a fill-mask head, for which there is no metric",
     ),
     "no data": (lambda _: None, ["--eval", "sentiment=nowhere.jsonl"], "nowhere.jsonl"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)

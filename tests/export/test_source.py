@@ -206,10 +206,7 @@ REFUSED_MODULES: dict[str, tuple[Spoil, str]] = {
         lambda f: write_json(f / "modules.json", [{"type": "custom_st.Pooling", "path": ""}]),
         "cannot serve the sentence-transformers module custom_st.Pooling",
     ),
-    "no pooling": (
-        lambda f: write_modules(f, "Transformer", "Dense"),
-        "cannot serve Transformer, Dense: they must be",
-    ),
+    "no pooling": (lambda f: write_modules(f, "Transformer", "Dense"), "cannot serve Transformer, Dense: they must be"),
     "another order": (
         lambda f: write_modules(f, "Transformer", "Pooling", "Normalize", "Dense"),
         "cannot serve Transformer, Pooling, Normalize, Dense: they must be",
@@ -223,11 +220,8 @@ REFUSED_MODULES: dict[str, tuple[Spoil, str]] = {
         lambda f: (f / "2_Dense/model.safetensors").unlink(),
         "model.safetensors is missing, and so are",
     ),
-    "no pooling file": (
-        lambda f: (f / "1_Pooling/config.json").unlink(),
-        "1_Pooling/config.json is missing",
-    ),
-}
+    "no pooling file": (lambda f: (f / "1_Pooling/config.json").unlink(), "1_Pooling/config.json is missing"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED_MODULES)

@@ -109,14 +109,10 @@ def test_some_layers_and_heads_of_a_pair(monkeypatch, saved, tmp_path):
         ("the", ["-o", "map.png", "--layer", "3"], "--layer: 3 is not from 1 to 2"),
         ("the", ["-o", "map.png", "--head", "0"], "--head: 0 is not from 1 to 4"),
         ("the " * 47, ["-o", "map.png"], "49 tokens are too many to draw: at most 48"),
-        (
-            "the",
-            ["-o", "map.png", "--checkpoint", "package:no_such_package"],
-            "no installed package",
-        ),
+        ("the", ["-o", "map.png", "--checkpoint", "package:no_such_package"], "no installed package"),
         ("the", [], "-o/--output"),
     ],
-)
+)  # fmt: skip
 def test_refusals(monkeypatch, capsys, saved, text, options, message):
     """Texts too long to be read, unknown checkpoints, and no place to write to, are errors."""
     with pytest.raises(SystemExit, match="2"):

@@ -121,13 +121,9 @@ def test_nomic_berts_first_words():
         ({"rope_parameters": {"rope_theta": 60.0}, "rotary_emb_base": 500}, 60.0, 2048),
         ({"max_position_embeddings": 64, "n_positions": 8192}, 1000.0, 64),
         ({"n_positions": 8192, "rotary_scaling_factor": 2}, 1000.0, 2048),
-        (
-            {"n_positions": 8192, "rotary_scaling_factor": 2, "max_trained_positions": 512},
-            1000.0,
-            512,
-        ),
+        ({"n_positions": 8192, "rotary_scaling_factor": 2, "max_trained_positions": 512}, 1000.0, 512),
     ],
-)
+)  # fmt: skip
 def test_nomic_berts_rotations(said, theta, longest):
     """Values under newer names count; with scaled rotations the reader limits the length instead."""
     found = NomicBertConfig.from_dict(said)

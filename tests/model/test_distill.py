@@ -747,19 +747,13 @@ def test_the_student_is_an_ordinary_checkpoint(taught, start, tmp_path):
         ({"losses": {"hidden": -1}}, "losses: hidden counts -1.0, which is below 0"),
         ({"corpus": []}, "missing: heads with rows, or a corpus"),
         ({"temperature": 0}, "temperature: Input should be greater than 0, not 0"),
-        (
-            {"corpus_batch_size": 0},
-            "corpus_batch_size: Input should be greater than or equal to 1, not 0",
-        ),
+        ({"corpus_batch_size": 0}, "corpus_batch_size: Input should be greater than or equal to 1, not 0"),
         ({"layers": "all"}, "layers: Input should be a valid list"),
         ({"unit": "words"}, "unit: 'words' is none of sentences, blocks, passages"),
         ({"distance": "l1"}, "distance: 'l1' is none of cosine, mse"),
         ({"preset": "huge"}, "preset: 'huge' is none of tiny"),
         ({"preset": "tiny", "family": "gpt"}, "family: 'gpt' is none of bert"),
-        (
-            {"preset": "tiny", "layers": [0]},
-            "preset: a fresh student, of which layers says nothing",
-        ),
+        ({"preset": "tiny", "layers": [0]}, "preset: a fresh student, of which layers says nothing"),
         ({"preset": "tiny", "init_from": "x"}, "of which init_from says nothing"),
         ({"shape": {"hidden_size": 8}}, "shape is for a fresh student, which begins from a preset"),
         ({"tokenizer": "x"}, "tokenizer is for a fresh student"),
@@ -768,12 +762,9 @@ def test_the_student_is_an_ordinary_checkpoint(taught, start, tmp_path):
         ({"anneal": True}, "anneal: losses.labels counts nothing"),
         ({"relation_layer": 0}, "relation_layer: losses.relations counts nothing"),
         ({"relation_heads": 2}, "relation_heads: losses.relations counts nothing"),
-        (
-            {"losses": {"embedding": 1.0}, "hidden_layers": [[1, 1]]},
-            "hidden_layers: losses.hidden counts nothing",
-        ),
+        ({"losses": {"embedding": 1.0}, "hidden_layers": [[1, 1]]}, "hidden_layers: losses.hidden counts nothing"),
     ],
-)
+)  # fmt: skip
 def test_settings_that_do_not_go_together(settings, message):
     """Are refused at once."""
     given = {"output": "x", "teacher": "t", "losses": {"hidden": 1.0}, "corpus": ["c"], **settings}
@@ -795,18 +786,14 @@ def test_settings_that_do_not_go_together(settings, message):
         ({"logits": 1.0}, {}, "answers for none of the heads"),
         ({"labels": 1.0, "hidden": 1.0}, {}, "losses.labels: no head has rows"),
         ({"hidden": 1.0}, {"max_length": 65}, "64 positions .* do not hold 65 tokens"),
-        (
-            {"hidden": 1.0},
-            {"preset": "tiny", "family": "roberta"},
-            "lacks roberta's special tokens",
-        ),
+        ({"hidden": 1.0}, {"preset": "tiny", "family": "roberta"}, "lacks roberta's special tokens"),
         (
             {"hidden": 1.0},
             {"heads": {"a": {"task": "ner", "train": [], "labels": ["O"]}}},
             "heads.a: no rows to train on",
         ),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_learnt(losses, settings, message, joint, start, tmp_path):
     """Is said before anything is trained."""
     with pytest.raises(ValueError, match=message):

@@ -29,11 +29,7 @@ TAGS = [KINDS.get(i, "O") for i in range(len(WORDS))]
 
 HEADS = {
     "sentiment": Head(task="classification", labels=("bad", "good", "so-so")),
-    "topics": Head(
-        task="classification",
-        labels=("art", "law", "war"),
-        problem_type="multi_label_classification",
-    ),
+    "topics": Head(task="classification", labels=("art", "law", "war"), problem_type="multi_label_classification"),
     "stars": Head(task="classification", labels=("score",), problem_type="regression"),
     "relevance": Head(task="classification", labels=("relevant",)),
     "grades": Head(task="classification", labels=("relevant",)),
@@ -41,7 +37,7 @@ HEADS = {
     "answers": Head(task="qa"),
     "vectors": Head(task="embedding", pooling="mean", dimensions=32),
     "anchors": Head(task="embedding", pooling="mean", dimensions=32),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -164,12 +164,7 @@ def losses(folder: Path) -> list[tuple[int, float]]:
     ("name", "head", "metric", "least"),
     [
         ("names", {"task": "classification"}, "accuracy", 1.0),
-        (
-            "several",
-            {"task": "classification", "problem_type": "multi_label_classification"},
-            "micro_f1",
-            1.0,
-        ),
+        ("several", {"task": "classification", "problem_type": "multi_label_classification"}, "micro_f1", 1.0),
         (
             "comets",
             {
@@ -187,7 +182,7 @@ def losses(folder: Path) -> list[tuple[int, float]]:
         ("pairs", {"task": "embedding", "loss": "cosine"}, "spearman", 0.9),
         ("pairs", {"task": "sparse-embedding", "flops": 1e-4}, "spearman", 0.9),
     ],
-)
+)  # fmt: skip
 def test_sixteen_examples_are_learnt(name, head, metric, least, start):
     """A model that sees them again and again answers them, as the service would read it."""
     sizes = {"batch_size": 16, "scored_batch_size": 16}
@@ -832,11 +827,7 @@ def test_windows_must_fit_the_positions(start):
     ("head", "lines", "message"),
     [
         ("names", None, "CoNLL files are for ner"),
-        (
-            "names",
-            [{"text": "a", "label": "Mileva"}],
-            r"dev\.jsonl:1: 'Mileva' is none of the labels Ada, ",
-        ),
+        ("names", [{"text": "a", "label": "Mileva"}], r"dev\.jsonl:1: 'Mileva' is none of the labels Ada, "),
         (
             "vectors",
             [
@@ -847,7 +838,7 @@ def test_windows_must_fit_the_positions(start):
             r"dev\.jsonl:2: a file has scores for all of its rows or for none",
         ),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_dev_file_is_found_before_training(start, tmp_path, head, lines, message):
     """A file of another task, and rows that the head could never be judged on."""
     dev = start.data["entities"] if lines is None else jsonl(tmp_path / "dev.jsonl", lines)
@@ -889,22 +880,16 @@ def test_refused_settings(settings, message):
         ({"dev": ["a"]}, r"dev: Input should be a valid string, not \['a'\]"),
         ({"labels": ["a", 1]}, "labels: Input should be a valid string, not 1"),
         ({"batch_size": 0}, "batch_size: Input should be greater than or equal to 1, not 0"),
-        (
-            {"scored_batch_size": -1},
-            "scored_batch_size: Input should be greater than or equal to 1, not -1",
-        ),
+        ({"scored_batch_size": -1}, "scored_batch_size: Input should be greater than or equal to 1, not -1"),
         ({"problem_type": "multi_label"}, "problem_type: 'multi_label' is none of single_label_.*"),
         (
             {"pooling": "median"},
             "pooling: 'median' is none of mean, cls, max, lasttoken, weightedmean, mean_sqrt_len_tokens",
         ),
         ({"train": []}, "no rows to train on"),
-        (
-            {"problem_type": "regression", "labels": ["a", "b"]},
-            "labels: a regression has one, not a, b",
-        ),
+        ({"problem_type": "regression", "labels": ["a", "b"]}, "labels: a regression has one, not a, b"),
     ],
-)
+)  # fmt: skip
 def test_settings_of_a_head_are_checked(settings, message):
     """Before anything is read; the head and the setting are named."""
     table = {"task": "classification", "train": ["f"], **settings}

@@ -58,19 +58,11 @@ CASES: dict[str, tuple[int, Ours, Any]] = {
     "ranking, three negatives": (5, ranking(symmetric=False), RANKING(None)),
     "ranking, negatives, symmetric": (4, ranking(), RANKING(None, **BOTH)),
     "triplet": (3, triplet("euclidean", 5.0), losses.TripletLoss(None)),
-    "triplet, margin 1": (
-        3,
-        triplet("euclidean", 1.0),
-        losses.TripletLoss(None, triplet_margin=1.0),
-    ),
-    "triplet, cosine": (
-        3,
-        triplet("cosine", 0.2),
-        losses.TripletLoss(None, **COSINE, triplet_margin=0.2),
-    ),
+    "triplet, margin 1": (3, triplet("euclidean", 1.0), losses.TripletLoss(None, triplet_margin=1.0)),
+    "triplet, cosine": (3, triplet("cosine", 0.2), losses.TripletLoss(None, **COSINE, triplet_margin=0.2)),
     "cosent": (2, model_losses.cosent_loss, losses.CoSENTLoss(None)),
     "cosine": (2, model_losses.cosine_loss, losses.CosineSimilarityLoss(None)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("columns", "ours", "peer"), CASES.values(), ids=CASES)

@@ -391,11 +391,7 @@ REFUSED: dict[str, tuple[str, Callable[[Path], object], tuple[str, ...]]] = {
         spoil_config(tokenizer_class="RobertaTokenizer"),
         ("tokenizer.json: model.type = 'WordPiece'", "RobertaTokenizer reads BPE"),
     ),
-    "no special tokens": (
-        "as saved",
-        spoil_saved(post_processor=None),
-        ("tokenizer.json: post_processor",),
-    ),
+    "no special tokens": ("as saved", spoil_saved(post_processor=None), ("tokenizer.json: post_processor",)),
     "the beginning is cut": (
         "BertTokenizer",
         spoil_saved(
@@ -423,7 +419,7 @@ REFUSED: dict[str, tuple[str, Callable[[Path], object], tuple[str, ...]]] = {
         lambda folder: write_json(folder / "tokenizer_config.json", [1]),
         ("tokenizer_config.json: must be a JSON object, not list",),
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)

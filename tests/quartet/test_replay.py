@@ -23,21 +23,15 @@ TEXT = "Ada drew a comet in Turin."
 LONG = "at dawn " * 999  # which fails
 BODIES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "/embed": ({"inputs": TEXT, "normalize": False}, [TEXT]),
-    "/classify": (
-        {"inputs": [TEXT, LONG], "top_k": 1, "truncate": False, "on_error": "null"},
-        [TEXT, LONG],
-    ),
+    "/classify": ({"inputs": [TEXT, LONG], "top_k": 1, "truncate": False, "on_error": "null"}, [TEXT, LONG]),
     "/ner": ({"inputs": [TEXT, TEXT]}, [TEXT, TEXT]),
     "/qa": ({"question": "Who?", "context": TEXT}, ["Who?", TEXT]),
-    "/rerank": (
-        {"query": "Who?", "documents": [TEXT, "b"], "head": "embeddings"},
-        ["Who?", TEXT, "b"],
-    ),
+    "/rerank": ({"query": "Who?", "documents": [TEXT, "b"], "head": "embeddings"}, ["Who?", TEXT, "b"]),
     "/analyze": ({"inputs": TEXT}, [TEXT]),
     "/attention": ({"inputs": TEXT, "layer": 1}, [TEXT]),
     "/tei/embed": ({"inputs": [TEXT], "truncate": True}, [TEXT]),
     "/v1/embeddings": ({"input": [TEXT], "model": "tiny"}, [TEXT]),
-}
+}  # fmt: skip
 
 
 async def get(bundle: Any, path: str, body: Any, key: str = "") -> str:

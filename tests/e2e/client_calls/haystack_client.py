@@ -122,9 +122,7 @@ CALLS = [
         native("/embed", {"inputs": QUERY}, "embeddings", 0),
     ),
     Call("HuggingFaceAPIDocumentEmbedder.run", embed_documents(TEXTS), VECTORS),
-    Call(
-        "HuggingFaceAPIDocumentEmbedder.run_async", embed_documents(TEXTS, is_async=True), VECTORS
-    ),
+    Call("HuggingFaceAPIDocumentEmbedder.run_async", embed_documents(TEXTS, is_async=True), VECTORS),
     Call(
         "HuggingFaceTEISparseTextEmbedder.run",
         embed_sparse("HuggingFaceTEISparseTextEmbedder", QUERY),
@@ -137,17 +135,13 @@ CALLS = [
     ),
     Call("HuggingFaceTEIRanker.run", rerank(TEXTS), RANKED),
     Call("HuggingFaceTEIRanker.run_async", rerank(TEXTS, is_async=True), RANKED),
-    Call(
-        "HuggingFaceTEIRanker(top_k=1).run",
-        rerank(TEXTS, top_k=1),
-        lambda server: RANKED(server)[:1],
-    ),
+    Call("HuggingFaceTEIRanker(top_k=1).run", rerank(TEXTS, top_k=1), lambda server: RANKED(server)[:1]),
     Call(
         "HuggingFaceTEIRanker(raw_scores=True).run",
         rerank(TEXTS, raw_scores=True),
         native("/rerank", {"query": QUERY, "documents": TEXTS, "raw_scores": True}, "results"),
     ),
-]
+]  # fmt: skip
 FAILURES = [
     Failure("too long", embed_text(TOO_LONG, truncate=False), HUB_ERROR),
     Failure("too many documents", embed_documents(TOO_MANY), HUB_ERROR),

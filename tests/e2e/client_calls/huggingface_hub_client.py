@@ -69,12 +69,7 @@ TASKS: list[tuple[str, tuple[Any, ...], dict[str, Any], Run]] = [
         {"top_k": 1, "function_to_apply": "sigmoid"},
         first("/classify", inputs=TEXTS[0], top_k=1, function_to_apply="sigmoid"),
     ),
-    (
-        "token-classification",
-        (TEXTS[0],),
-        {},
-        first("/ner", inputs=TEXTS[0], aggregation_strategy="simple"),
-    ),
+    ("token-classification", (TEXTS[0],), {}, first("/ner", inputs=TEXTS[0], aggregation_strategy="simple")),
     (
         "token-classification",
         (TEXTS[0],),
@@ -94,12 +89,7 @@ TASKS: list[tuple[str, tuple[Any, ...], dict[str, Any], Run]] = [
         },
         first("/qa", **QUESTION, top_k=3, stride=8, handle_impossible_answer=True),
     ),
-    (
-        "feature-extraction",
-        (TEXTS,),
-        {},
-        native("/embed", {"inputs": TEXTS, "normalize": True}, "embeddings"),
-    ),
+    ("feature-extraction", (TEXTS,), {}, native("/embed", {"inputs": TEXTS, "normalize": True}, "embeddings")),
     (
         "feature-extraction",
         (TEXTS[0],),
@@ -119,12 +109,7 @@ TASKS: list[tuple[str, tuple[Any, ...], dict[str, Any], Run]] = [
         {"targets": ["a", "the"], "top_k": 2},
         first("/fill-mask", inputs=MASKED, targets=["a", "the"], top_k=2),
     ),
-    (
-        "zero-shot-classification",
-        (TEXTS[0], LABELS),
-        {},
-        first("/zero-shot", inputs=TEXTS[0], labels=LABELS),
-    ),
+    ("zero-shot-classification", (TEXTS[0], LABELS), {}, first("/zero-shot", inputs=TEXTS[0], labels=LABELS)),
     (
         "zero-shot-classification",
         (TEXTS[0], LABELS),
@@ -137,7 +122,7 @@ TASKS: list[tuple[str, tuple[Any, ...], dict[str, Any], Run]] = [
             hypothesis_template=TEMPLATE,
         ),
     ),
-]
+]  # fmt: skip
 
 
 def written(task: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> str:
@@ -194,17 +179,13 @@ CALLS = [
         call(f"{HF}/models/tasks/masks", "fill_mask", MASKED),
         first("/fill-mask", inputs=MASKED),
     ),
-    Call(
-        "health_check",
-        lambda server: connect(server, HF, provider="hf-inference").health_check(),
-        lambda _: True,
-    ),
+    Call("health_check", lambda server: connect(server, HF, provider="hf-inference").health_check(), lambda _: True),
     Call(
         "get_endpoint_info",
         lambda server: connect(server, HF, provider="hf-inference").get_endpoint_info()["model_id"],
         lambda _: "tasks@1",
     ),
-]
+]  # fmt: skip
 FAILURES = [
     Failure("too long", call(TEI, "feature_extraction", "word " * 600, truncate=False), ERROR),
     Failure(

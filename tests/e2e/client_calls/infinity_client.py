@@ -84,19 +84,13 @@ VECTORS = native("/embed", {"inputs": TEXTS}, "embeddings")
 CALLS = [
     Call("embeddings.sync", embed(), VECTORS),
     Call("embeddings.asyncio", embed(function="asyncio"), VECTORS),
-    Call(
-        "embeddings.sync(model='default/not-specified')",
-        embed(model="default/not-specified"),
-        VECTORS,
-    ),
+    Call("embeddings.sync(model='default/not-specified')", embed(model="default/not-specified"), VECTORS),
     Call(
         "embeddings.sync(dimensions=8)",
         embed(dimensions=8),
         native("/embed", {"inputs": TEXTS, "dimensions": 8}, "embeddings"),
     ),
-    Call(
-        "rerank.sync", rerank(), native("/rerank", {"query": QUERY, "documents": TEXTS}, "results")
-    ),
+    Call("rerank.sync", rerank(), native("/rerank", {"query": QUERY, "documents": TEXTS}, "results")),
     Call(
         "rerank.asyncio(top_n=1)",
         rerank(top_n=1, function="asyncio"),
@@ -128,12 +122,8 @@ CALLS = [
         class_name(call("embeddings", input_=TOO_MANY, model="tasks")),
         lambda _: INVALID,
     ),
-    Call(
-        "rerank.sync(no documents)",
-        class_name(call("rerank", query=QUERY, documents=[])),
-        lambda _: INVALID,
-    ),
-]
+    Call("rerank.sync(no documents)", class_name(call("rerank", query=QUERY, documents=[])), lambda _: INVALID),
+]  # fmt: skip
 FAILURES = [
     Failure("unknown model", embed(model="huge"), UNEXPECTED),
     Failure("unknown model to rerank", rerank(model="huge"), UNEXPECTED),

@@ -52,14 +52,10 @@ CALLS = [
     ),
 ]
 FAILURES = [
-    Failure(
-        "unknown model",
-        embed("get_query_embedding", QUERY, model_name="huge"),
-        "openai.NotFoundError",
-    ),
+    Failure("unknown model", embed("get_query_embedding", QUERY, model_name="huge"), "openai.NotFoundError"),
     Failure("too many texts", embed("get_text_embedding_batch", TOO_MANY), BAD_REQUEST),
     Failure("too many dimensions", embed("get_query_embedding", QUERY, dimensions=65), BAD_REQUEST),
-]
+]  # fmt: skip
 
 
 def embed_with_key(server: "Server", key: str, retry: bool) -> Any:

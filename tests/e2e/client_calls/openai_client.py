@@ -56,11 +56,7 @@ def count_tokens(server: Server) -> Any:
 VECTORS = native("/embed", {"inputs": TEXTS}, "embeddings")
 CALLS = [
     Call("embeddings.create", embed(), VECTORS),
-    Call(
-        "embeddings.create(model='text-embedding-3-small')",
-        embed(model="text-embedding-3-small"),
-        VECTORS,
-    ),
+    Call("embeddings.create(model='text-embedding-3-small')", embed(model="text-embedding-3-small"), VECTORS),
     Call("embeddings.create(encoding_format='float')", embed(encoding_format="float"), VECTORS),
     Call("embeddings.create(encoding_format='base64')", embed(encoding_format="base64"), VECTORS),
     Call(
@@ -68,16 +64,8 @@ CALLS = [
         embed(dimensions=8),
         native("/embed", {"inputs": TEXTS, "dimensions": 8}, "embeddings"),
     ),
-    Call(
-        "embeddings.create(input=ids)",
-        embed_ids,
-        native("/embed", {"inputs": TEXTS[:1]}, "embeddings"),
-    ),
-    Call(
-        "embeddings.create(...).usage",
-        count_tokens,
-        native("/embed", {"inputs": TEXTS}, "usage", "tokens"),
-    ),
+    Call("embeddings.create(input=ids)", embed_ids, native("/embed", {"inputs": TEXTS[:1]}, "embeddings")),
+    Call("embeddings.create(...).usage", count_tokens, native("/embed", {"inputs": TEXTS}, "usage", "tokens")),
     Call("AsyncOpenAI().embeddings.create", embed_async, VECTORS),
     Call(
         "models.list",
@@ -88,12 +76,8 @@ CALLS = [
             for name in (one["id"], *one["aliases"])
         ],
     ),
-    Call(
-        "models.retrieve",
-        lambda server: connect(server).models.retrieve(MODEL).id,
-        lambda _: "tasks@1",
-    ),
-]
+    Call("models.retrieve", lambda server: connect(server).models.retrieve(MODEL).id, lambda _: "tasks@1"),
+]  # fmt: skip
 FAILURES = [
     Failure("unknown model", embed(model="huge"), "openai.NotFoundError"),
     Failure("no input", embed(input=[]), "openai.BadRequestError"),

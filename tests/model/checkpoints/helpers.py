@@ -13,21 +13,15 @@ from tests.model.helpers import batch, ours, real, theirs
 
 THREE = ("bad", "good", "so-so")
 HEADS = {
-    "single label": Head(
-        task="classification", labels=THREE, problem_type="single_label_classification"
-    ),
-    "multi-label": Head(
-        task="classification", labels=THREE, problem_type="multi_label_classification"
-    ),
-    "multi-label of one": Head(
-        task="classification", labels=("good",), problem_type="multi_label_classification"
-    ),
+    "single label": Head(task="classification", labels=THREE, problem_type="single_label_classification"),
+    "multi-label": Head(task="classification", labels=THREE, problem_type="multi_label_classification"),
+    "multi-label of one": Head(task="classification", labels=("good",), problem_type="multi_label_classification"),
     "regression": Head(task="classification", labels=("score",), problem_type="regression"),
     "no problem type": Head(task="classification", labels=THREE),
     "ner": Head(task="ner", labels=("O", "B-PER", "I-PER", "B-LOC", "I-LOC")),
     "qa": Head(task="qa"),
     "embedding": Head(task="embedding", pooling="mean", dimensions=32),
-}
+}  # fmt: skip
 PEERS = {
     "classification": transformers.BertForSequenceClassification,
     "ner": transformers.BertForTokenClassification,

@@ -33,12 +33,7 @@ async def admin(client_with: Callable[..., Any]) -> AsyncIterator[httpx.AsyncCli
                 path="a", by="ops", promote=False, keep_old=False, allow_new_embedding_space=True
             ),
         ),
-        (
-            "POST",
-            "",
-            {"path": "a", "aliases": ["x/y"]},
-            LoadModel(path="a", by="ops", aliases=["x/y"]),
-        ),
+        ("POST", "", {"path": "a", "aliases": ["x/y"]}, LoadModel(path="a", by="ops", aliases=["x/y"])),
         ("DELETE", "/BAAI/a@1", None, UnloadModel(model="BAAI/a@1", by="ops")),
         ("DELETE", "/a@1", None, UnloadModel(model="a@1", by="ops")),
         ("POST", "/a@1/promote", None, PromoteModel(model="a@1", by="ops")),
@@ -50,7 +45,7 @@ async def admin(client_with: Callable[..., Any]) -> AsyncIterator[httpx.AsyncCli
         ),
         ("POST", "/a/rollback", None, RollBackModel(model="a", by="ops")),
     ],
-)
+)  # fmt: skip
 async def test_requests_become_commands(admin, engines, method, path, body, command):
     """Each request becomes one command with all its fields, and the response is the command's result."""
     content = {} if body is None else {"json": body}

@@ -93,9 +93,7 @@ BODIES: Mapping[str, list[dict[str, Any]]] = {
     "/tei/similarity": [{"inputs": {"source_sentence": TEXT, "sentences": [TEXT]}}],
     "/tei/tokenize": [{"inputs": [TEXT]}],
     "/tei/decode": [{"ids": [IDS]}],
-    "/cohere/v1/embed": [
-        {"texts": [TEXT], "input_type": "clustering", "embedding_types": ["float", "base64"]}
-    ],
+    "/cohere/v1/embed": [{"texts": [TEXT], "input_type": "clustering", "embedding_types": ["float", "base64"]}],
     "/cohere/v2/embed": [{"texts": [TEXT], "input_type": "clustering"}],
     "/cohere/v1/rerank": [{**RANKED, "return_documents": True}],
     "/cohere/v2/rerank": [RANKED],
@@ -115,18 +113,11 @@ BODIES: Mapping[str, list[dict[str, Any]]] = {
     ],
     "/vllm/rerank": [{**RANKED, "truncate_prompt_tokens": -1}],
     "/hf/pipeline/text-classification": [{"inputs": TEXT}],
-    "/hf/pipeline/token-classification": [
-        {"inputs": TEXT, "parameters": {"aggregation_strategy": "none"}}
-    ],
+    "/hf/pipeline/token-classification": [{"inputs": TEXT, "parameters": {"aggregation_strategy": "none"}}],
     "/hf/pipeline/question-answering": [{"inputs": PAIR}],
     "/hf/pipeline/feature-extraction": [{"inputs": TEXT}],
-    "/hf/pipeline/sentence-similarity": [
-        {"inputs": {"source_sentence": TEXT, "sentences": [TEXT]}}
-    ],
-    "/hf/pipeline/fill-mask": [
-        {"inputs": MASKED},
-        {"inputs": "[MASK]", "parameters": {"targets": [TEXT]}},
-    ],
+    "/hf/pipeline/sentence-similarity": [{"inputs": {"source_sentence": TEXT, "sentences": [TEXT]}}],
+    "/hf/pipeline/fill-mask": [{"inputs": MASKED}, {"inputs": "[MASK]", "parameters": {"targets": [TEXT]}}],
     "/hf/pipeline/zero-shot-classification": [
         {"inputs": TEXT, "parameters": {"candidate_labels": f"{TEXT}, sea"}},
         {
@@ -146,7 +137,7 @@ BODIES: Mapping[str, list[dict[str, Any]]] = {
             ]
         },
     ],
-}
+}  # fmt: skip
 # Routes and calls that compute nothing.
 WITHOUT_TASK = {"/admin/models", "/admin/models/{model}/promote", "/admin/models/{name}/rollback"}
 
@@ -456,27 +447,19 @@ PRODUCTS = {
         {"inputs": ["a"] * 64, "labels": ["b", "c"] * 9},
         "the model would read 1152 texts",
     ),
-    "texts and long labels": (
-        "/zero-shot",
-        {"inputs": ["a"] * 64, "labels": ["b" * 200_000]},
-        "max_response_bytes",
-    ),
+    "texts and long labels": ("/zero-shot", {"inputs": ["a"] * 64, "labels": ["b" * 200_000]}, "max_response_bytes"),
     "labels in a text": (
         "/hf/pipeline/zero-shot-classification",
         {"inputs": "a", "parameters": {"candidate_labels": "," * 2000}},
         "parameters.candidate_labels has 2001 items",
     ),
-    "mask tokens and results": (
-        "/fill-mask",
-        {"inputs": "[MASK] " * 4 + W, "top_k": 100},
-        "max_response_bytes",
-    ),
+    "mask tokens and results": ("/fill-mask", {"inputs": "[MASK] " * 4 + W, "top_k": 100}, "max_response_bytes"),
     "answers that are long words": (
         "/qa",
         {"inputs": [{"question": "a", "context": "b" * 100_000}] * 8, "top_k": 100},
         "max_response_bytes",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PRODUCTS)

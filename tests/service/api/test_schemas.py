@@ -106,11 +106,7 @@ def test_a_question_has_so_many_answers():
         (ClassifyRequest, {"truncate": "yes"}, 'truncate: must be true, false or "window"'),
         (EmbedRequest, {"normalize": 0}, "normalize: must be true or false"),
         (EmbedRequest, {"dimensions": 0}, "dimensions: must be at least 1"),
-        (
-            EmbedRequest,
-            {"encoding_format": "hex"},
-            "encoding_format: must be one of 'float' or 'base64'",
-        ),
+        (EmbedRequest, {"encoding_format": "hex"}, "encoding_format: must be one of 'float' or 'base64'"),
         (
             NerRequest,
             {"aggregation_strategy": "last"},
@@ -118,7 +114,7 @@ def test_a_question_has_so_many_answers():
         ),
         (NerRequest, {"x" * 100: 1}, f"{'x' * 64}: unknown field"),
     ],
-)
+)  # fmt: skip
 def test_nothing_is_coerced(schema, fault, message):
     """A value of another type or range is refused in plain words."""
     assert refused(schema, {"inputs": "a", **fault})[0] == message

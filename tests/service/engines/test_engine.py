@@ -310,30 +310,15 @@ async def test_timing(tiny):
 @pytest.mark.parametrize(
     ("task", "head", "said", "param"),
     [
-        (
-            classify(SHORT),
-            "mood",
-            "no classification head 'mood'.* it has: sentiment, topics",
-            "head",
-        ),
+        (classify(SHORT), "mood", "no classification head 'mood'.* it has: sentiment, topics", "head"),
         (embed(SHORT), "entities", "no embedding head 'entities'", "head"),
-        (
-            classify(SHORT, calibrated=True),
-            None,
-            "head sentiment has no calibration_temperature",
-            "calibrated",
-        ),
-        (
-            classify(SHORT, text_pair=SHORT, truncate="window"),
-            None,
-            "pairs have no windows",
-            "truncate",
-        ),
+        (classify(SHORT, calibrated=True), None, "head sentiment has no calibration_temperature", "calibrated"),
+        (classify(SHORT, text_pair=SHORT, truncate="window"), None, "pairs have no windows", "truncate"),
         (ner(SHORT, stride=256), None, "tiny@1 takes strides of at most 255", "stride"),
         (embed(SHORT, dimensions=65), None, "embeddings has 64 dimensions, 65 were", "dimensions"),
     ],
     ids=["head", "task", "calibrated", "pairs", "stride", "dimensions"],
-)
+)  # fmt: skip
 async def test_refused(tiny, task, head, said, param):
     """The error has the field and what the model has."""
     kind = UnknownHead if head else InvalidInput

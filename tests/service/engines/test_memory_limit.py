@@ -60,11 +60,7 @@ def test_the_tightest_limit_counts(tmp_path, files, size, peak):
 @pytest.mark.parametrize(
     ("files", "change", "reason"),
     [
-        (
-            V2,
-            {"sys/fs/cgroup/pod/memory.events": "oom_kill 2\n"},
-            "out of memory: limit 512 MiB, peak 511 MiB; ",
-        ),
+        (V2, {"sys/fs/cgroup/pod/memory.events": "oom_kill 2\n"}, "out of memory: limit 512 MiB, peak 511 MiB; "),
         (
             V1,
             {"sys/fs/cgroup/memory/docker/x/memory.oom_control": "under_oom 0\noom_kill 4\n"},
@@ -77,7 +73,7 @@ def test_the_tightest_limit_counts(tmp_path, files, size, peak):
         ),
         (NONE, {"sys/fs/cgroup/memory.events": "oom_kill 3\n"}, "out of memory: the machine has"),
     ],
-)
+)  # fmt: skip
 def test_a_kill_is_explained_by_a_counter(tmp_path, files, change, reason):
     """Only a counter that has grown since the process was started explains its end."""
     before = oom_kills(tree(tmp_path, files))

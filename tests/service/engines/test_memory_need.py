@@ -161,11 +161,7 @@ def test_without_a_limit_no_setting_changes(tmp_path):
             " set precision int8, or set max_batch_tokens 768 (now 16384),"
             " or raise the memory limit to 635 MiB",
         ),
-        (
-            {"replicas": 8, "http_workers": 2},
-            230,
-            ": set replicas 1 (now 8) and http_workers 0 (now 2), or",
-        ),
+        ({"replicas": 8, "http_workers": 2}, 230, ": set replicas 1 (now 8) and http_workers 0 (now 2), or"),
         (
             {},
             288,
@@ -177,7 +173,7 @@ def test_without_a_limit_no_setting_changes(tmp_path):
             "may need 230 MiB (processes 120 MiB, sessions 100 MiB, batches 10 MiB, 1 at once): raise",
         ),
     ],
-)
+)  # fmt: skip
 def test_explicit_settings_that_do_not_fit_are_refused(fields, limit_mib, problem, tmp_path):
     """One line has the limit, the least need and its parts, and the settings to change."""
     root, made = limited(tmp_path, limit_mib * MIB), make_bundle(tmp_path / "a")

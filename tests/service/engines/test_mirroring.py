@@ -179,11 +179,7 @@ SPARSE = SparseVector(np.array([3, 7]), np.float32([1, 0.5]))
         ([PER], [PER._replace(end=4)], False),
         ([PER], [], False),
         ([], [], True),
-        (
-            [AnswerSpan("six", 0.9, 4, 7)],
-            [AnswerSpan("six", 0.2, 4, 7), AnswerSpan("ten", 0.1, 9, 12)],
-            True,
-        ),
+        ([AnswerSpan("six", 0.9, 4, 7)], [AnswerSpan("six", 0.2, 4, 7), AnswerSpan("ten", 0.1, 9, 12)], True),
         ([AnswerSpan("six", 0.9, 4, 7)], [AnswerSpan("six", 0.9, 14, 17)], False),
         (0.5, 0.54, True),
         (0.5, 0.56, False),
@@ -202,7 +198,7 @@ SPARSE = SparseVector(np.array([3, 7]), np.float32([1, 0.5]))
         ({"float": np.float32([1, 0])}, {"float": np.float32([1, 0.1])}, True),
         ({"float": np.float32([1, 0])}, {"float": np.float32([0, 1])}, False),
     ],
-)
+)  # fmt: skip
 def test_the_same_answer(one, other, same):
     """Says the same, however sure it is."""
     assert same == same_answer(one, other) == same_answer(other, one)

@@ -58,28 +58,13 @@ def test_every_name_has_a_version_that_answers(found, then):
         ("a@1 current", "b@1", {}, "a@1 current, b@1 current"),
         ("a@1 current, b@1 current", "a@2", {}, "a@2 current, a@1 previous, b@1 current"),
         # A pinned version can answer for its name.
-        (
-            "a@2 current, b@1 current, a@1 pinned",
-            "a@1",
-            {},
-            "a@1 current, a@2 previous, b@1 current",
-        ),
+        ("a@2 current, b@1 current, a@1 pinned", "a@1", {}, "a@1 current, a@2 previous, b@1 current"),
         # A resident version stays pinned.
-        (
-            "a@2 current, a@1 previous",
-            "a@3",
-            {"resident": {"0123"}},
-            "a@3 current, a@2 previous, a@1 pinned",
-        ),
+        ("a@2 current, a@1 previous", "a@3", {"resident": {"0123"}}, "a@3 current, a@2 previous, a@1 pinned"),
         # A rollback must not reach a version that was replaced long ago.
-        (
-            "b@1 current, a@2 current, a@1 previous",
-            "a@3",
-            {"keep_old": False},
-            "b@1 current, a@3 current",
-        ),
+        ("b@1 current, a@2 current, a@1 previous", "a@3", {"keep_old": False}, "b@1 current, a@3 current"),
     ],
-)
+)  # fmt: skip
 def test_a_new_one_takes_the_place_of_the_old(before, new, options, then):
     """The replaced version is kept, and the one kept before is unloaded."""
     models = introduce_model(served(*before.split(", ")), model(new), NOW, **options)

@@ -34,13 +34,8 @@ MESSAGES: list[tuple[Any, ...]] = [
         Computed([1], [[[2]]], [(0.1, 0.2, 8, 312, 1.5)], [(0, "inference_failed", "no number")]),
         np.ones(2, np.float32).tobytes(),
     ),
-    (
-        "notice",
-        0,
-        LoadReport(41, {"m@1": 3.5}, [(("m@1", 1, "t"), [(6, 2, 80)])], "why", 1000),
-        b"",
-    ),
-]
+    ("notice", 0, LoadReport(41, {"m@1": 3.5}, [(("m@1", 1, "t"), [(6, 2, 80)])], "why", 1000), b""),
+]  # fmt: skip
 
 
 @given(st.lists(st.integers(1, 200), max_size=20))

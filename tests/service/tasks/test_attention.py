@@ -57,14 +57,9 @@ async def test_as_transformers(engines: dict[str, Engine], built_once: BuiltOnce
     [
         ("tiny", Attention(inputs=TEXTS), UnknownHead, "export its checkpoint with --attention"),
         ("masked", Attention(inputs=TEXTS, layer=3), InvalidInput, "has 2 layers"),
-        (
-            "masked",
-            Attention(inputs=["a", "a " * 63]),
-            InvalidInput,
-            r"inputs\[1\]: longer than 64",
-        ),
+        ("masked", Attention(inputs=["a", "a " * 63]), InvalidInput, r"inputs\[1\]: longer than 64"),
     ],
-)
+)  # fmt: skip
 async def test_what_has_no_weights(engines, model, task, error, reason):
     """A model without the graph, a layer that it lacks and a longer text are refused with the reason."""
     with pytest.raises(error, match=reason):

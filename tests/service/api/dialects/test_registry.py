@@ -184,20 +184,11 @@ OPTIONS = {"wait_for_model": True, "use_gpu": True, "use_cache": True}
     ("path", "body"),
     [
         # LiteLLM sends null for optional parameters.
-        (
-            "/v1/embeddings",
-            {"input": "a", "encoding_format": None, "dimensions": None, "user": None},
-        ),
+        ("/v1/embeddings", {"input": "a", "encoding_format": None, "dimensions": None, "user": None}),
         ("/v1/rerank", {"query": "a", "documents": ["b"], "return_documents": None, "top_n": None}),
-        (
-            "/infinity/embeddings",
-            {"input": "a", "encoding_format": None, "dimensions": None, "modality": None},
-        ),
+        ("/infinity/embeddings", {"input": "a", "encoding_format": None, "dimensions": None, "modality": None}),
         ("/infinity/classify", {"input": "a", "raw_scores": None}),
-        (
-            "/infinity/rerank",
-            {"query": "a", "documents": ["b"], "return_documents": None, "raw_scores": None},
-        ),
+        ("/infinity/rerank", {"query": "a", "documents": ["b"], "return_documents": None, "raw_scores": None}),
         ("/vllm/pooling", {"input": "a", "encoding_format": None}),
         ("/vllm/v1/embeddings", {"input": "a", "encoding_format": None, "dimensions": None}),
         ("/tei/embed", {"inputs": "a", "normalize": None, "truncate": None, "prompt_name": None}),
@@ -219,7 +210,7 @@ OPTIONS = {"wait_for_model": True, "use_gpu": True, "use_cache": True}
         ("/vllm/pooling", {"input": ["a"], "cache_salt": "b"}),
         ("/vllm/rerank", {"query": "a", "documents": ["b"], "return_documents": True}),
     ],
-)
+)  # fmt: skip
 @pytest.mark.asyncio(loop_scope="module")
 async def test_bodies_of_usual_clients(requests, path, body):
     """Null is not given, and an API ignores what its own server ignores."""
