@@ -7,6 +7,7 @@ import pytest
 from export import trace_graphs
 from export.passes import sliding_window
 from export.passes.portable import make_portable
+from export.passes.quantize import quantize
 from export.passes.sliding_window import MARK, lower_windows
 from model.families.registry import family_named
 from model.heads import EncoderWithHeads
@@ -16,7 +17,7 @@ from tests.tiny import perturb
 
 pytestmark = pytest.mark.slow
 
-LENGTHS = [1, 70, 19, 20, 21, 2, 33]
+LENGTHS = [1, 70, 12, 19, 20, 21, 2, 33]
 SHAPE = {
     **{"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4},
     **{"intermediate_size": 48, "max_position_embeddings": 128, "pad_token_id": 0},
@@ -51,21 +52,25 @@ def trace(model: EncoderWithHeads) -> onnx.ModelProto:
 
 @pytest.mark.parametrize("block", [4, 16])
 def test_blocks(block, model, trace, monkeypatch):
-    """Long and short sequences of a batch have PyTorch's outputs, and the outputs of each sequence alone."""
+    """Long and short sequences of a batch have PyTorch's outputs, at int8 those without blocks, and the same alone."""
     monkeypatch.setattr(sliding_window, "BLOCK", block)
     monkeypatch.setattr(sliding_window, "SHORT", 16)
     proto = copied(trace)
     lower_windows(proto)
     packed = batch(LENGTHS, 50)
-    found = run_packed(proto, packed)
-    assert_same_as_torch(model, found, packed)
+    fp32, int8 = ((graph, run_packed(graph, packed)) for graph in (proto, quantize(proto)))
+    assert_same_as_torch(model, fp32[1], packed)
+    whole = run_packed(quantize(trace), packed)
+    np.testing.assert_allclose(int8[1]["tokens"], whole["tokens"], atol=0.02)
     ends = np.cumsum(packed.lengths)
     for index, (end, length) in enumerate(zip(ends, LENGTHS, strict=True)):
         alone = batch([length], 50)
         alone.input_ids[:] = packed.input_ids[end - length : end]
-        own = run_packed(proto, alone)
-        np.testing.assert_allclose(own["tokens"], found["tokens"][end - length : end], atol=1e-5)
-        np.testing.assert_allclose(own["first"][0], found["first"][index], atol=1e-5)
+        alone.token_type_ids[:] = packed.token_type_ids[end - length : end]
+        for graph, found in (fp32, int8):
+            own, tokens = run_packed(graph, alone), found["tokens"][end - length : end]
+            np.testing.assert_array_equal(own["tokens"], tokens)
+            np.testing.assert_allclose(own["first"][0], found["first"][index], atol=1e-6)
 
 
 def test_cost(trace):
