@@ -10,13 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from torch import Tensor
-
-from model.attention import PackedLayout
-from model.bert import Bert, Layer
+from model.bert import Layer
 from model.config import BertConfig
 from model.families.gte import GteEmbeddings
-from model.families.modernbert import ModernBertSelfAttention, Rotation, read_theta, rotation
+from model.families.modernbert import ModernBertSelfAttention, read_theta
+from model.families.nomic_bert import LAYER, NOMIC_BERT, NomicBert
 from model.families.roberta import XLM_ROBERTA
 
 
@@ -67,18 +65,12 @@ class JinaLayer(Layer):
     make_attention = ModernBertSelfAttention
 
 
-class Jina(Bert):
+class Jina(NomicBert):
     """The encoder. `input_ids`, `token_type_ids`, `position_ids` [T] -> last hidden state [T, H]."""
 
     make_embeddings = GteEmbeddings  # token + segment
     make_layer = JinaLayer
 
-    def shared_inputs(self, position_ids: Tensor, layout: PackedLayout) -> Rotation:
-        """The rotations of all positions."""
-        return rotation(position_ids, self.config.head_size, self.config.rope_theta)
-
-
-LAYER = r"encoder.layers.\1"
 
 JINA = replace(
     XLM_ROBERTA,
@@ -86,15 +78,9 @@ JINA = replace(
     encoder=Jina,
     architecture="JinaEmbeddingsV3",
     encoder_names={
-        r"embeddings\.word": ["embeddings.word_embeddings"],
-        r"embeddings\.token_type": ["embeddings.token_type_embeddings"],
-        r"embeddings\.norm": ["emb_ln"],
+        **NOMIC_BERT.encoder_names,
         r"layers\.(\d+)\.attention\.qkv": [f"{LAYER}.mixer.Wqkv"],
         r"layers\.(\d+)\.attention\.output": [f"{LAYER}.mixer.out_proj"],
-        r"layers\.(\d+)\.attention_norm": [f"{LAYER}.norm1"],
         r"layers\.(\d+)\.feed_forward\.up": [f"{LAYER}.mlp.fc1"],
-        r"layers\.(\d+)\.feed_forward\.down": [f"{LAYER}.mlp.fc2"],
-        r"layers\.(\d+)\.feed_forward_norm": [f"{LAYER}.norm2"],
-        r"pooler\.dense": ["pooler.dense"],
     },
 )

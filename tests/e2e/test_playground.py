@@ -24,12 +24,11 @@ import pytest
 from service.keys import make_key, record
 from tests.conftest import ROOT
 from tests.e2e.conftest import serving
+from tests.json_files import editing
 
 pytest.importorskip("playwright", reason="playwright is not installed")
 
 from playwright.sync_api import Browser, Error, Locator, Page, expect, sync_playwright
-
-from tests.json_files import editing
 
 CHROMIUM = Path("/usr/bin/chromium")
 expect.set_options(timeout=30_000)
