@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -413,12 +413,18 @@ def nearest(vectors: Floats) -> list[int]:
 # -- script ---------------------------------------------------------------------------------------
 
 
+def fail(source: str, error: Exception) -> NoReturn:
+    """Print the reason in one line, and exit with the status of wrong input files."""
+    reason = f"{source}: {error.strerror}" if isinstance(error, OSError) and error.errno else error
+    parser().exit(2, f"evaluate: {reason}\n")
+
+
 def main() -> None:
     arguments = parser().parse_args()
     try:
         source = read_source(arguments.checkpoint)
     except (OSError, ValueError) as error:
-        raise SystemExit(f"{error}") from None
+        fail(arguments.checkpoint, error)
     model = source.model.to(optim.pick_device())
     encoder = Encoder(source.tokenizer, min(arguments.max_length, source.max_length))
 
@@ -434,7 +440,7 @@ def main() -> None:
         try:
             metrics[pair] = judge(run, encoder, head, name, file, **windows).metrics
         except (OSError, ValueError) as error:
-            raise SystemExit(f"{error}") from None
+            fail(file, error)
         values = "  ".join(f"{metric} {value:.4f}" for metric, value in metrics[pair].items())
         table.add_row(name, file, values)
     Console().print(table)

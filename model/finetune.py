@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import math
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 from model.finetune_settings import FinetuneSettings, check_files
 
 if __name__ == "__main__":  # before torch is imported, which takes seconds
+    at_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of an import
     check_files(__doc__ or "")
 
 import numpy as np
@@ -523,4 +525,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, at_interrupt)
     main()

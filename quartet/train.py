@@ -2,8 +2,10 @@
 
 import argparse
 import re
+import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from quartet.cache import BUNDLES, SourceError, run_export
@@ -70,6 +72,8 @@ def main() -> int:
         parser().error(
             "--name: needs a letter or digit first, and may have letters, digits, dots, dashes and _ only"
         )
+    if find_spec("torch") is None:
+        raise ModuleNotFoundError("train needs torch", name="torch")
     if not sources.is_hub(arguments.file) and not file.is_file():
         parser().error(f"{file}: no such file")
     try:
@@ -96,17 +100,27 @@ def main() -> int:
             options += ["--out", str(BUNDLES / name)]
             script = "export.head_bundle"
         command = [*child_python(), "-m", script, *options, *further]
-        if status := subprocess.run(command, check=False).returncode:
+        if status := run_training(command):
             return status
         if arguments.frozen:
             print(f"Serve the head with its encoder: quartet serve {encoder} {name}")
             return 0
         run_export([f"{output}/checkpoint", str(BUNDLES / name), "--name", name, "--next-version"])
-    except (SourceError, ValueError) as error:
-        print(f"quartet: {error}", file=sys.stderr)
+    except (OSError, SourceError, ValueError) as error:
+        reason = f"{file}: {error.strerror}" if isinstance(error, OSError) else error
+        print(f"quartet: {reason}", file=sys.stderr)
         return 2
     print(f"See {output}/report.html. Serve the model: quartet serve {name}")
     return 0
+
+
+def run_training(command: list[str]) -> int:
+    """Run a process that saves its state at Ctrl-C, and wait for its end. Returns its exit status."""
+    with subprocess.Popen(command) as run:
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process receives it, too
+        status = run.wait()
+    signal.signal(signal.SIGINT, before)
+    return status if status >= 0 else 128 - status
 
 
 def encoder_bundle(base: str) -> Path:

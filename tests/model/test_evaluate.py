@@ -471,9 +471,10 @@ def test_the_command_prints_a_table_and_a_line_of_json(
     [
         ("joint", "mood=a.jsonl", "a head of sentiment, topics"),
         ("joint", "sentiment=a.jsonl", "a.jsonl:1: no text"),
+        ("joint", "sentiment=b.jsonl", "evaluate: b.jsonl: No such file or directory"),
         (".", "sentiment=a.jsonl", "config.json"),
     ],
-    ids=["unknown head", "no row", "no checkpoint"],
+    ids=["unknown head", "no row", "no file", "no checkpoint"],
 )
 def test_the_command_says_what_is_wrong(
     model, tokenizer_file, tmp_path, monkeypatch, capsys, folder, asked, message
@@ -485,4 +486,4 @@ def test_the_command_says_what_is_wrong(
     monkeypatch.setattr("sys.argv", ["evaluate", folder, "--eval", asked])
     with pytest.raises(SystemExit) as ended:
         evaluate.main()
-    assert message in f"{ended.value} {capsys.readouterr().err}"
+    assert (2, True) == (ended.value.code, message in capsys.readouterr().err)

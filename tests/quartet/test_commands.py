@@ -1,9 +1,11 @@
 """The commands train, bench and doctor."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -46,11 +48,7 @@ def test_train_finetunes_and_exports(tmp_path, monkeypatch, capsys):
     commands = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, "run_export", commands.append)
-    monkeypatch.setattr(
-        train.subprocess,
-        "run",
-        lambda command, check: commands.append(command) or SimpleNamespace(returncode=0),
-    )
+    monkeypatch.setattr(train, "run_training", commands.append)
     Path("my reviews.csv").write_text(ROWS["classification"])
     monkeypatch.setattr(
         sys, "argv", ["quartet train", "my reviews.csv", "--minutes", "3", "--steps", "2"]
@@ -72,6 +70,35 @@ def test_train_refuses_bad_names_before_it_imports_torch(tmp_path, monkeypatch, 
     monkeypatch.setattr(sys, "argv", ["quartet train", *arguments])
     with pytest.raises(SystemExit, match="2"):
         train.main()
+
+
+def test_train_without_torch(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr(sys, "argv", ["quartet train", "rows.csv"])
+    with pytest.raises(ModuleNotFoundError) as missing:
+        train.main()
+    assert "torch" == missing.value.name
+
+
+def test_ctrl_c_waits_for_the_training():
+    """A terminal sends the signal to both processes. The training saves its state, and then both end."""
+    child = (
+        "import signal, sys, time; signal.signal(2, lambda *_: (time.sleep(0.5), sys.exit(130)));"
+        " print('ready', flush=True); time.sleep(60)"
+    )
+    command = f"[sys.executable, '-c', {child!r}]"
+    code = f"import sys; from quartet.train import run_training; sys.exit(run_training({command}))"
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as run:
+        assert run.stdout is not None
+        assert "ready\n" == run.stdout.readline()
+        os.killpg(run.pid, signal.SIGINT)
+        assert ("", 130) == (run.stdout.read(), run.wait())
 
 
 @pytest.mark.slow
