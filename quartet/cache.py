@@ -71,10 +71,14 @@ def resolve(name: str) -> Path:
             return unpack(path).bundle
         return find(name).bundle
     except OSError as error:
-        advice = f": {FREE_SPACE}" if error.errno == errno.ENOSPC else ""
-        raise SourceError(
-            f"{name}: {error.strerror or error}: {error.filename or root()}{advice}"
-        ) from None
+        parts = [name, error.strerror or str(error), *filter(None, [error.filename])]
+        if error.errno == errno.ENOSPC:
+            parts.append(FREE_SPACE)
+        elif error.filename and (
+            root().is_relative_to(error.filename) or Path(error.filename).is_relative_to(root())
+        ):
+            parts.append("set XDG_CACHE_HOME to a directory that Quartet may write")
+        raise SourceError(": ".join(map(str, parts))) from None
 
 
 def find(name: str) -> Entry:

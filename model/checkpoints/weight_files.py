@@ -6,6 +6,8 @@ read, because a served ONNX graph needs the names of the files only.
 """
 
 import json
+import pickle
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -141,9 +143,12 @@ def load_pickle(path: Path) -> State:
     import torch
 
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings(action="ignore"):  # of the version of the pickle
+            state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # the unpickler raises many types
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        if isinstance(error, pickle.UnpicklingError):  # torch advises to run the code of the file
+            reason = "it has other objects, which could run code, or is damaged"
         raise CheckpointError(
             f"{path} cannot be read as tensors alone: {reason}: save it as {SAFETENSORS}"
         ) from None

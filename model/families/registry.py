@@ -53,5 +53,8 @@ def family_named(model_type: str) -> Family:
     """Return the family of a `model_type`. Raises ValueError with the known ones."""
     family = FAMILIES.get(ORIGINAL_NAMES.get(model_type, model_type))
     if family is None:
-        raise ValueError(f"model_type {model_type!r} is none of {', '.join(FAMILIES)}")
+        raise ValueError(
+            f"model_type {model_type!r} is none of {', '.join(FAMILIES)}, and code of a checkpoint is not run: "
+            "an ONNX graph of the model may be served instead"
+        )
     return family

@@ -100,7 +100,7 @@ class Attack:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (Attack(), "cannot be read as tensors alone"),
+        (Attack(), "cannot be read as tensors alone: it has other objects, which could run code"),
         ([torch.ones(2)], "holds a list, not tensors"),
         ({"model": {"weight": torch.ones(2)}}, "'model' is a dict, not a tensor"),
         ({0: torch.ones(2)}, "0 is a Tensor, not a tensor"),

@@ -92,6 +92,16 @@ def test_a_failed_export_leaves_nothing(exports):
     assert [] == [*cache.root().glob("*/")] == cache.entries()
 
 
+def test_a_cache_that_cannot_be_written(exports, monkeypatch, tmp_path):
+    checkpoint()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(
+        SourceError, match=r"Not a directory: .*: set XDG_CACHE_HOME to a directory"
+    ):
+        resolve("mine")
+
+
 @pytest.mark.parametrize("name", ["./absent", "a/b/c", "bad name", "/absent"])
 def test_a_path_that_does_not_exist_is_not_looked_up(exports, name):
     with pytest.raises(SourceError, match="no such file or directory"):
