@@ -18,6 +18,7 @@ from service.core.data_files.rows import Format, Table
 from service.core.data_files.text_files import DataError
 
 MULTI_LABEL = "multi_label_classification"
+JUDGMENTS = ("answer", "gold_label")  # columns by which `is_left_out` decides
 SENTENCE = re.compile(r"sent(ence)?(_?(id|idx|index|no|number|#))?")  # the column with its number
 
 
@@ -60,13 +61,13 @@ def read_table(path: Path, needs: Needs, query: str, problem_type: str | None) -
         if has_a_word_per_row(table, every):
             yield from _sentences(path, table)
             return
-    answer = table.names.index("answer") if "answer" in table.names else None
+    judged = {name: table.names.index(name) for name in JUDGMENTS if name in table.names}
     readers = {field: _cell_reader(field, problem_type) for field in table.chosen}
     left_out = 0
     for where, cells in table.rows:
         if not any(map(str.strip, cells)):
             continue
-        if answer is not None and is_left_out({"answer": cells[answer]}, needs):
+        if is_left_out({name: cells[place] for name, place in judged.items()}, needs):
             left_out += 1
             continue
         fields = {}
@@ -137,7 +138,12 @@ def read_objects(path: Path, needs: Needs, query: str, *, lines: bool) -> Iterat
 
 
 def is_left_out(row: dict[str, Any], needs: Needs) -> bool:
-    """Return whether the annotator of a row has rejected or skipped it, or not seen it (Prodigy, Label Studio)."""
+    """Return whether the annotator of a row has rejected or skipped it, or not seen it (Prodigy, Label Studio).
+
+    Also whether the annotators of a pair agreed on no label (SNLI).
+    """
+    if row.get("gold_label") == "-":
+        return True
     if row.get("answer") in ("reject", "ignore") and "answer" not in needs.fields:
         return True
     return spans.is_task(row) and not spans.annotation(row)
@@ -146,7 +152,7 @@ def is_left_out(row: dict[str, Any], needs: Needs) -> bool:
 def log_left_out(path: Path, count: int) -> None:
     if count:
         conll.log(
-            f"{path}: rows left out because the annotator rejected or skipped them: {count:,}"
+            f"{path}: rows left out because annotators rejected or skipped them, or disagreed: {count:,}"
         )
 
 
@@ -162,7 +168,7 @@ def _cell_reader(field: str, problem_type: str | None) -> Callable[[str], Any]:
         return lambda cell: _list(cell, None) if cell.strip() else None
     if field in ("texts", "answers", "entities"):
         return lambda cell: _json_value(cell) if cell.strip() else None
-    if field == "negatives":
+    if field in ("negatives", "neg"):
         return lambda cell: (_json_value(cell) if cell.startswith("[") else cell) or None
     return lambda cell: cell if cell.strip() else None
 

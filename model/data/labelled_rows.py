@@ -406,7 +406,12 @@ def _related(where: str, row: dict[str, Any], scores: tuple[float, float]) -> Si
 
 def _anchored(where: str, row: dict[str, Any]) -> Similar:
     """Return a row with an anchor. `negative` is a string or a list, or there are `negative_1`, `negative_2`, ..."""
-    pair = (_get(where, row, "anchor"), _get(where, row, "positive"))
+    positive = _get(where, row, "positive", kind=str | list)
+    if isinstance(positive, list):
+        if len(positive) != 1:
+            raise DataError(f"{where}: {len(positive)} positives: write a row for each")
+        [positive] = positive
+    pair = (_get(where, row, "anchor"), positive)
     negatives: list[str] = []
     for name in filter(columns.NEGATIVES.fullmatch, row):
         if row[name] is not None:

@@ -14,7 +14,7 @@ from service.core.data_files import sources
 from service.core.data_files.text_files import DataError
 
 MOST_CHARACTERS = 40  # of a column's name in a message
-NEGATIVES = re.compile(r"negatives?|negative_\d+")
+NEGATIVES = re.compile(r"neg|negatives?|negative_\d+")
 
 # The usual columns of a text and its pair; the first ones present are used.
 TEXTS = (
@@ -39,7 +39,12 @@ ALSO = {
     "tokens": ("words", "word", "token"),
     "score": ("similarity_score",),
     "answer": ("answer_text",),
-    "label": ("labels", "accept", "sentiment", "category", "class", "intent", "target"),
+    "label": (
+        *("labels", "accept", "sentiment", "category", "class", "intent", "target"),
+        *("gold_label", "is_duplicate"),
+    ),
+    "anchor": ("query",),
+    "positive": ("pos",),
     "entities": ("spans", "ents", "label", "labels", "result"),
 }
 

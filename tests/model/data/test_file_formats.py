@@ -233,10 +233,11 @@ def test_answers_in_cells(tmp_path):
         (["equivalent", "not equivalent", "Not-Duplicate"], [0]),
     ],
 )
-def test_labels_of_pairs(tmp_path, caplog, labels, kept):
+@pytest.mark.parametrize("column", ["labels", "is_duplicate"])
+def test_labels_of_pairs(tmp_path, caplog, labels, kept, column):
     """They are read in any case, and training logs how many pairs it leaves out."""
     lines = [f'{number},b,"{label}"' for number, label in enumerate(labels)]
-    text = "\n".join(["sentence1,sentence2,labels", *lines])
+    text = "\n".join([f"question1,question2,{column}", *lines])
     found = read(tmp_path / "a.csv", text, "embedding")
     assert [row.texts[0] for row in found] == [*map(str, kept)]
     assert f"are left out; {len(kept)} rows stay" in caplog.text
@@ -447,7 +448,7 @@ def test_rows_that_the_annotator_left_out(tmp_path, caplog, task, row, others):
     rows = [{**row, **other} for other in others]
     [_] = read(tmp_path / "a.json", json.dumps([*rows, {**row, "answer": "accept"}]), task)
     assert [
-        f"{tmp_path / 'a.json'}: rows left out because the annotator rejected or skipped them: 2"
+        f"{tmp_path / 'a.json'}: rows left out because annotators rejected or skipped them, or disagreed: 2"
     ] == (caplog.messages)
 
 
@@ -455,6 +456,9 @@ def test_rejected_rows_of_a_table(tmp_path):
     """A column `answer` of question answering has answers."""
     text = "text,label,answer\na,x,accept\nb,x,reject\n"
     assert pairs(read(tmp_path / "a.csv", text)) == [("a", "x")]
+    text = "gold_label\tsentence1\tsentence2\n-\ta\tb\nneutral\tc\td\n"  # SNLI
+    [row] = read(tmp_path / "a.tsv", text)
+    assert (row.text, row.pair, row.labels) == ("c", "d", ("neutral",))
     text = "question,context,answer,answer_start\nWhat?,we reject it,reject,3\n"
     [row] = read(tmp_path / "b.csv", text, "qa")
     assert row.answers == (("reject", 3),)
@@ -602,7 +606,9 @@ def columns_table() -> str:
         every = [*fields, "negative"] if task == "embedding" else fields
         for field in every:
             names = [f"`{name}`" for name in columns.accepted(columns.TRAINING[task], field)]
-            names += ["`negatives`", "`negative_1`, `negative_2`, ..."] * (field == "negative")
+            names += ["`neg`", "`negatives`", "`negative_1`, `negative_2`, ..."] * (
+                field == "negative"
+            )
             lines.append(f"| {task} | `{field}` | {', '.join(names)} |")
     return "\n".join(lines)
 

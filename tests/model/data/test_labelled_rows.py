@@ -233,9 +233,10 @@ def test_anchors_have_a_positive_and_any_negatives(tmp_path):
         {**pair, "negative": "n"},
         {**pair, "negatives": ["n", "m"]},
         {**pair, "negative_1": "n", "negative_2": "m", "negative_3": None},
+        {"query": "a", "pos": ["p"], "neg": ["n", "m"]},
     )
     found = labelled_rows.read(path, "embedding")
-    assert [row.negatives for row in found] == [(), ("n",), ("n", "m"), ("n", "m")]
+    assert [row.negatives for row in found] == [(), ("n",), *[("n", "m")] * 3]
     assert {(row.texts, row.score) for row in found} == {(("a", "p"), None)}
 
 
@@ -314,6 +315,7 @@ def test_errors_of_tables_name_the_line(tmp_path, lines, reason):
         ("embedding", '{"anchor": "a"}', "no positive"),
         ("embedding", '{"positive": "p"}', "no anchor"),
         ("embedding", '{"anchor": "a", "positive": " "}', "must be strings, not blank"),
+        ("embedding", '{"query": "a", "pos": ["p", "q"]}', "2 positives: write a row for each"),
         ("embedding", '{"anchor": "a", "positive": "p", "negative": ""}', "not blank"),
         ("embedding", '{"anchor": "a", "positive": "p", "negatives": ["n", 1]}', "must be strings"),
         ("embedding", '{"anchor": "a", "positive": "p", "negative": 1}', "negative may not be 1"),
