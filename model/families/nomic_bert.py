@@ -125,8 +125,8 @@ class NomicBertLayer(Layer):
 class NomicBert(Bert):
     """The encoder. `input_ids`, `token_type_ids`, `position_ids` [T] -> last hidden state [T, H]."""
 
-    make_embeddings = NomicBertEmbeddings
-    make_layer = NomicBertLayer
+    make_embeddings: type[nn.Module] = NomicBertEmbeddings
+    make_layer: type[nn.Module] = NomicBertLayer
 
     def shared_inputs(self, position_ids: Tensor, layout: PackedLayout) -> Rotation:
         """The rotations of all positions."""
