@@ -75,7 +75,7 @@ function write() {
   find("size").textContent = sum("batches") ? (sum("texts") / sum("batches")).toFixed(1) : "–";
   find("saved").textContent = sum("slots") ? percent(sum("saved") / sum("slots")) : "–";
   find("classes").replaceChildren(...Object.entries(last.queue).map(([name, waiting]) => row(name, waiting, last.latency[name])));
-  const codes = Object.entries(refusals).map(([code, number]) => `${number} × ${code}`);
+  const codes = Object.entries(refusals).map(([code, number]) => `${whole(number)} × ${code}`);
   if (codes.length) find("refused").textContent = `Refused since this page was opened: ${codes.join(", ")}.`;
 }
 
