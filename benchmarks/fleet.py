@@ -1,10 +1,11 @@
 """The goals of a fleet on one machine: repeated texts, cold models, and fair shares of several devices.
 
-    python -m benchmarks.fleet BUNDLE [repeats] [hits] [cold] [shares] [heads]
+    python -m benchmarks.fleet BUNDLE [repeats] [hits] [cold] [crash] [shares] [heads]
 
 - `repeats`: a trace with 37 % repeated texts, with `cache_mb` per without it, per processor second, without HTTP.
 - `hits`: the latency of a remembered result over HTTP, less that of the liveness check.
 - `cold`: 100 copies of BUNDLE within a budget for ten, under Zipf traffic, relative to ten resident ones.
+- `crash`: from the end of the inference process to an answer of the busiest of 30 open models, and of a model alone.
 - `shares`: the ratio of two API keys' throughputs on one device, and that on two devices per that on one.
 - `heads`: 200 heads on one encoder per one head: throughput and memory.
 """
@@ -12,6 +13,7 @@
 import argparse
 import asyncio
 import http.client
+import itertools
 import json
 import os
 import signal
@@ -30,15 +32,17 @@ import numpy as np
 
 from benchmarks.heads import heads, memory_bytes
 from benchmarks.lib import machine, processes, servers, traffic
-from service.core.bundle import hash_file
+from service.core.bundle import hash_file, read_manifest
 from service.embedded import EmbeddedService
 from service.engines import proofs
 from service.keys import make_key, record
+from service.rollout.model_manager import USE_S
 from service.tasks.embedding import Embedding
 
 Figures = dict[str, float]
 PART, PARTS = 300, 10  # requests of a round, and rounds
-MODELS, BUDGET, REQUESTS, WARM = 100, 10, 200, 50
+MODELS, BUDGET, REQUESTS, WARM, PAIRS = 100, 10, 200, 50, 9
+CRASHING, CRASHES = 30, 5  # open models, and ends of their process
 KEYS = {name: make_key() for name in ("many", "few", "bulk")}
 
 
@@ -97,49 +101,17 @@ def call(
     return ms, json.loads(text or "null")
 
 
-async def cold(bundle: Path, root: Path) -> Figures:
-    names = [f"m{n}" for n in range(MODELS)]
+def copy_models(bundle: Path, root: Path, number: int) -> list[str]:
+    """Make proven copies of a bundle in `models_dir`, and return their names."""
+    names = [f"m{n}" for n in range(number)]
     manifest = json.loads((bundle / "manifest.json").read_text())
     for name in names:
         (root / name).mkdir()
         for file in {*bundle.iterdir()} - {bundle / "manifest.json"}:
             os.link(file, root / name / file.name)
         (root / name / "manifest.json").write_text(json.dumps({**manifest, "name": name}))
-    opened = max(graph["memory"]["opened"] for graph in manifest["graphs"])
-    flags = ("--models-dir", root, "--memory-budget", BUDGET * opened)
-    draw, waits = np.random.default_rng(7), list[tuple[bool, float]]()
-    popular = 1 / np.arange(1, MODELS + 1)  # Zipf's law
-
-    def ask(port: int, name: str) -> float:
-        client = http.client.HTTPConnection("127.0.0.1", port)
-        ms, reply = call(client, "/embed", {"inputs": "Ada", "model": name})
-        assert reply["model"].startswith(f"{name}@"), (name, reply["model"])
-        return ms
-
-    def ask_fleet(name: str) -> None:
-        client = http.client.HTTPConnection("127.0.0.1", fleet_port)
-        models = call(client, "/models")[1]["models"]
-        is_cold = any(name == model["name"] and model["state"] == "cold" for model in models)
-        waits.append((is_cold, ask(fleet_port, name)))
-
-    def until_answered(port: int, name: str) -> float:
-        began = time.perf_counter()
-        while True:
-            with suppress(AssertionError):
-                ask(port, name)
-                return 1000 * (time.perf_counter() - began)
-
-    def processor_ms(port: int, pid: int) -> float:
-        began = processes.cpu_s(pid)
-        for name in names[:BUDGET] * WARM:
-            ask(port, name)
-        return 1000 * (processes.cpu_s(pid) - began) / (BUDGET * WARM)
-
-    def memory(root_pid: int) -> int:
-        return sum(memory_bytes(pid) for pid, _ in processes.members(root_pid))
-
-    with service(*flags) as (_, fleet_port):
-        ask(fleet_port, names[0])
+    with service(*on_demand(bundle, root, 1)) as (_, port):
+        ask(port, names[0])
     # The copies have the graph of the first, so its proof is theirs.
     (proof,) = json.loads((root / proofs.FILE).read_text()).values()
     copies = {
@@ -147,9 +119,48 @@ async def cold(bundle: Path, root: Path) -> Figures:
         for name in names
     }
     (root / proofs.FILE).write_text(json.dumps(copies))
+    return names
+
+
+def on_demand(bundle: Path, root: Path, number: int) -> tuple[object, ...]:
+    """Return the flags of a service with the memory of this many copies of a bundle."""
+    opened = max(graph.memory.opened for graph in read_manifest(bundle).graphs if graph.memory)
+    return "--models-dir", root, "--memory-budget", number * opened
+
+
+def ask(port: int, name: str) -> float:
+    """Send a request for a model, and return its milliseconds."""
+    client = http.client.HTTPConnection("127.0.0.1", port)
+    ms, reply = call(client, "/embed", {"inputs": "Ada", "model": name})
+    assert reply["model"].startswith(f"{name}@"), (name, reply["model"])
+    return ms
+
+
+async def cold(bundle: Path, root: Path) -> Figures:
+    names = copy_models(bundle, root, MODELS)
+    draw, waits = np.random.default_rng(7), list[tuple[bool, float]]()
+    popular = 1 / np.arange(1, MODELS + 1)  # Zipf's law
+
+    def ask_fleet(name: str) -> None:
+        client = http.client.HTTPConnection("127.0.0.1", fleet_port)
+        models = call(client, "/models")[1]["models"]
+        is_cold = any(name == model["name"] and model["state"] == "cold" for model in models)
+        waits.append((is_cold, ask(fleet_port, name)))
+
+    def ratio() -> float:
+        """Return the processor time of warm requests of the control per that of the fleet, in alternating turns."""
+        own, others = processes.cpu_s(pid), processes.cpu_s(fleet_pid)
+        for _, to in itertools.product(range(WARM), (port, fleet_port)):
+            for name in names[:BUDGET]:
+                ask(to, name)
+        return (processes.cpu_s(pid) - own) / (processes.cpu_s(fleet_pid) - others)
+
+    def memory(root_pid: int) -> int:
+        return sum(memory_bytes(pid) for pid, _ in processes.members(root_pid))
+
     with (
         service(*(root / name for name in names[:BUDGET])) as (pid, port),
-        service(*flags) as (fleet_pid, fleet_port),
+        service(*on_demand(bundle, root, BUDGET)) as (fleet_pid, fleet_port),
     ):
         with ThreadPoolExecutor(32) as clients:
             asking = []
@@ -162,20 +173,48 @@ async def cold(bundle: Path, root: Path) -> Figures:
         cold_ms = [ms for is_cold, ms in waits if is_cold]
         for name in names[:BUDGET]:
             ask(port, name), ask(fleet_port, name)
-        pairs = [(processor_ms(port, pid), processor_ms(fleet_port, fleet_pid)) for _ in range(3)]
-        memory_per_resident = memory(fleet_pid) / memory(pid)
-        inference = max(processes.members(fleet_pid), key=lambda own: memory_bytes(own[0]))[0]
-        os.kill(inference, signal.SIGKILL)
-        recovery_ms = until_answered(fleet_port, names[0])
+        ratios = [ratio() for _ in range(PAIRS)]
         return {
             "cold_answers": len(cold_ms),
             "cold_p50_ms": median(cold_ms),
             "cold_p99_ms": float(np.percentile(cold_ms, 99)),
             "warm_p50_ms": median(ms for is_cold, ms in waits if not is_cold),
-            "warm_throughput_per_resident": median(one / other for one, other in pairs),
-            "memory_per_resident": memory_per_resident,
-            "recovery_ms": recovery_ms,
+            "warm_throughput_per_resident": median(ratios),
+            "warm_throughput_least": min(ratios),
+            "warm_throughput_most": max(ratios),
+            "memory_per_resident": memory(fleet_pid) / memory(pid),
         }
+
+
+async def crash(bundle: Path, root: Path) -> Figures:
+    *others, busiest = copy_models(bundle, root, CRASHING)
+
+    def recovery_ms(port: int, pid: int, name: str) -> float:
+        inference = max(processes.members(pid), key=lambda own: memory_bytes(own[0]))[0]
+        os.kill(inference, signal.SIGKILL)
+        began = time.perf_counter()
+        while True:
+            with suppress(AssertionError):
+                ask(port, name)
+                return 1000 * (time.perf_counter() - began)
+
+    one, many = list[float](), list[float]()
+    for _ in range(
+        CRASHES
+    ):  # of new services, because a process that ends again soon is restarted after a pause
+        with service(root / busiest) as (pid, port):
+            ask(port, busiest)
+            one.append(recovery_ms(port, pid, busiest))
+        with service(*on_demand(bundle, root, CRASHING)) as (pid, port):
+            for name in [*others, *[busiest] * 20]:
+                ask(port, name)
+            time.sleep(2 * USE_S)  # until the main process knows which models are in use
+            many.append(recovery_ms(port, pid, busiest))
+    return {
+        "recovery_of_one_ms": median(one),
+        f"recovery_of_{CRASHING}_ms": median(many),
+        f"recovery_of_{CRASHING}_most_ms": max(many),
+    }
 
 
 async def shares(bundle: Path, root: Path) -> Figures:
@@ -211,7 +250,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("bundle", type=Path)
-    parts = {part.__name__: part for part in (repeats, hits, cold, shares, heads)}
+    parts = {part.__name__: part for part in (repeats, hits, cold, crash, shares, heads)}
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(parts))
     options = parser.parse_args()
     found: dict[str, object] = {"machine": machine.describe()}
