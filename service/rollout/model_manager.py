@@ -139,19 +139,20 @@ class ModelManager:
 
     def _check_new(self, path: Path | str, manifest: Manifest) -> None:
         if manifest.id in self._device.texts:
-            reason = f"{manifest.id} is served already; give one of them another version"
+            reason = f"{manifest.id} is served already; give one of them another name or version"
             raise BundleError(path, reason)
 
     def _list_directory(self) -> Iterator[ServedModel]:
         """List the bundles of `models_dir` that are opened on demand, by name, the newest version first."""
         found: list[tuple[Path, BundleTexts]] = []
+        pinned = {known.sha256 for known in self._device.texts.values()}
         folders = on_demand_folders(self._settings)
         for folder in sorted(folders, key=lambda folder: -folder.stat().st_ctime):
             with self._logged(folder):
                 found.append((folder, bundles.list_texts(folder)))
         # Encoders first, because heads need theirs.
         for folder, texts in sorted(found, key=lambda own: own[1].manifest.encoder is not None):
-            if texts.sha256 not in {known.sha256 for known in self._device.texts.values()}:
+            if texts.sha256 not in pinned:
                 with self._logged(folder):
                     yield self._list_cold(folder, texts, self._reserve(folder, texts))
 

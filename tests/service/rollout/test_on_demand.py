@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from service.core import bundle as bundles
 from service.core.bundle import BundleTexts
@@ -146,6 +147,16 @@ async def test_models_open_at_their_first_request_and_close_by_use(start):
         assert ["a", "b"] == fleet.open_now
         with pytest.raises(UnknownModel):
             await fleet.device.open("d@1")
+
+
+async def test_a_copy_under_the_same_name_is_not_listed(start, tmp_path):
+    """The log names it."""
+    shutil.copytree(tmp_path / "models" / "a", tmp_path / "models" / "copy")
+    with capture_logs() as logs:
+        async with start() as fleet:
+            assert dict.fromkeys(NAMES, "cold") == await fleet.states()
+    (line,) = [line for line in logs if line["event"] == "not listed"]
+    assert "give one of them another name or version" in line["problem"]
 
 
 async def test_concurrent_first_requests_open_a_model_once(start):
