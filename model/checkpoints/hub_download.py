@@ -121,7 +121,9 @@ def list_files(source: str) -> list[str]:
     from huggingface_hub import HfApi, snapshot_download
 
     try:
-        return list(HfApi().list_repo_files(name, revision=revision))
+        # Listing the files alone would repeat a failed request for half a minute.
+        found = HfApi().model_info(name, revision=revision or "main", timeout=10)
+        return [file.rfilename for file in found.siblings or ()]
     except Exception:  # the hub client's many errors mean one thing here
         try:
             folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
