@@ -1,6 +1,9 @@
 """The export as a function: `pipeline.export` returns the manifest, and reports its steps to its caller alone."""
 
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,6 +86,16 @@ def test_memory_is_stated(tiny_checkpoint, out):
         assert sorted(graph.memory.batches.values()) == [*graph.memory.batches.values()]
         assert 0 < graph.memory.opened < 50e6
         assert any(line.startswith(f"{graph.precision} packed: a session takes") for line in lines)
+
+
+@pytest.mark.nightly
+def test_memory_of_an_export(minilm_folder, out):
+    """An export of MiniLM at fp32 and int8, with all checks, needs at most 1.5 GB."""
+    process = subprocess.Popen([sys.executable, "-m", "export", minilm_folder, out])
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert 0 == process.returncode
+    assert usage.ru_maxrss * 1024 <= 1.5e9
 
 
 def test_unmeasured_memory_is_left_out(tiny_checkpoint, out, tmp_path, monkeypatch):
