@@ -95,7 +95,8 @@ def test_a_flood_of_large_batches_stays_within_the_limit(mini_bundle, cgroup, co
             statuses.add(reply.status)
         return statuses
 
-    options = ("--max-batch-ms", "20000", "--drain-s", "1")  # batches as large as on a fast machine
+    # Batches as large as on a fast machine, and time for late answers on a slow one.
+    options = ("--max-batch-ms", "20000", "--deadline-ms", "50000", "--drain-s", "1")
     under = ["taskset", "-c", cores, *enter(cgroup)]
     with serving(mini_bundle, *options, under=under) as server:
         with ThreadPoolExecutor(CLIENTS) as clients:
