@@ -29,7 +29,7 @@ SLOT_MULTIPLE = 16
 # the separator, and TEXT after it.
 WORD, LABEL, TEXT = 1, 2, 3
 
-MOST_KEPT = 1024  # layouts of one sequence
+MOST_KEPT, LONGEST_KEPT = 1024, 512  # layouts of one sequence, and tokens of each: at most 9 MB
 
 Ints = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -116,17 +116,24 @@ def make_layout(lengths: Iterable[int], hidden: Iterable[int] | None = None) -> 
     return Layout(sizes, attended, unpack, np.flatnonzero(real), cu_seqlens.astype(np.int32))
 
 
-@lru_cache(MOST_KEPT)
 def lone_layout(length: int, attended: int, multiple: int = 1) -> Layout:
     """Return the layout of one sequence in a row of a multiple of `multiple` slots. Its arrays must not be changed.
 
-    It is kept, because after a run of a model numpy's code is no longer in the processor's caches.
+    Those of up to 512 tokens are kept: after a run of a model numpy's code is no longer in the processor's caches.
     """
+    make = _kept_layout if length <= LONGEST_KEPT else _make_lone_layout
+    return make(length, attended, multiple)
+
+
+def _make_lone_layout(length: int, attended: int, multiple: int) -> Layout:
     pack = np.arange(length)
     unpack = np.zeros((1, round_up(length, multiple)), np.int64)
     unpack[0, :length] = pack
     sizes, ends = np.array([length]), np.array([0, length], np.int32)
     return Layout(sizes, np.array([attended]), unpack, pack, ends)
+
+
+_kept_layout = lru_cache(MOST_KEPT)(_make_lone_layout)
 
 
 def positions(layout: Layout) -> Ints:
