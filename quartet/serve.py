@@ -4,7 +4,6 @@ import argparse
 import os
 import sys
 
-from quartet.cache import SourceError, resolve
 from service.processes.child_process import child_python
 
 DESCRIPTION = """\
@@ -28,6 +27,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     """Become the service, which starts before any thread that could take its stop signals. Returns the exit status."""
+    from quartet.cache import SourceError  # here, because --help needs no bundles and no numpy
+
     try:
         arguments = with_bundles(sys.argv[1:])
     except SourceError as error:
@@ -41,6 +42,8 @@ def main() -> int:
 
 def with_bundles(arguments: list[str]) -> list[str]:
     """Return the arguments with a bundle's directory in place of each model. Raises SourceError."""
+    from quartet.cache import resolve
+
     resolved = []
     takes_value = False
     for argument in arguments:
