@@ -1,6 +1,6 @@
 """Restore a checkpoint from the int8 graph of a bundle: `python -m export.restore BUNDLE SETTINGS OUT`.
 
-Training can go on from it where the fp32 checkpoint was not kept. Its weights are those of the graph, rounded to 8
+Training can go on from this checkpoint if nobody kept the fp32 one. It has the graph's weights, which are rounded to 8
 bits, and its outputs agree with the bundle's goldens as the graph's do. It reads models like quartet-mini only: a norm
 before each product, and no biases in the encoder.
 """
@@ -32,7 +32,7 @@ def read_weights(graph: onnx.GraphProto, names: Sequence[str]) -> Mapping[str, N
     """Return the weights of an int8 graph by their names in the model. Raises ValueError for a missing one.
 
     A norm's weight contains the factors that smooth the input of the next product, whose weights are divided by them.
-    The embeddings' norm has such factors beside it, as other nodes read its output too.
+    The embeddings' norm has such factors beside it, because other nodes read its output too.
     names: of the model's tensors, in the order of its layers
     """
     arrays = {each.name: numpy_helper.to_array(each) for each in graph.initializer}

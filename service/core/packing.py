@@ -119,7 +119,7 @@ def make_layout(lengths: Iterable[int], hidden: Iterable[int] | None = None) -> 
 def lone_layout(length: int, attended: int, multiple: int = 1) -> Layout:
     """Return the layout of one sequence in a row of a multiple of `multiple` slots. Its arrays must not be changed.
 
-    Those of up to 512 tokens are kept: after a run of a model numpy's code is no longer in the processor's caches.
+    Layouts of up to 512 tokens are kept, because numpy's code is slow after a run of a model has filled the caches.
     """
     make = _kept_layout if length <= LONGEST_KEPT else _make_lone_layout
     return make(length, attended, multiple)
