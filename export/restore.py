@@ -23,7 +23,7 @@ from model.distill import DistillSettings
 from model.heads import EncoderWithHeads
 from model.run_settings import read_config
 from service.core import bundle
-from service.core.encode import Window
+from service.core.packing import golden_windows
 
 ROUNDED, SCALE, FACTOR, NORM = ".int8", ".scale", ".factor", ".norm.weight"
 
@@ -32,7 +32,7 @@ def read_weights(graph: onnx.GraphProto, names: Sequence[str]) -> Mapping[str, N
     """Return the weights of an int8 graph by their names in the model. Raises ValueError for a missing one.
 
     A norm's weight contains the factors that smooth the input of the next product, whose weights are divided by them.
-    The embeddings' norm has such factors beside it, because other nodes read its output too.
+    The embeddings' norm keeps its weight, and its factors are a tensor, because other nodes read its output too.
     names: of the model's tensors, in the order of its layers
     """
     arrays = {each.name: numpy_helper.to_array(each) for each in graph.initializer}
@@ -57,7 +57,7 @@ def read_weights(graph: onnx.GraphProto, names: Sequence[str]) -> Mapping[str, N
 def restore(folder: Path, settings: Path, out: Path) -> None:
     """Write the checkpoint of a bundle's int8 graph. Raises BundleError where its outputs differ from the goldens."""
     read = bundle.load(folder)
-    manifest, golden = read.manifest, read.golden
+    manifest = read.manifest
     tokenizer = folder / manifest.vocabulary.file
     values = DistillSettings(**read_config(settings))
     _, shape = pretrain.read_shape(values, Tokenizer.from_file(str(tokenizer)))
@@ -72,9 +72,7 @@ def restore(folder: Path, settings: Path, out: Path) -> None:
                 f"{settings}: {name} of the graph is of another shape than {[*tensor.shape]}"
             )
         tensor.copy_(torch.tensor(state[name]))
-    ends = golden.lengths.cumsum()[:-1]
-    parts = (np.split(a, ends) for a in (golden.input_ids, golden.token_type_ids))
-    windows = [Window(*each) for each in zip(*parts, strict=True)]
+    windows = golden_windows(read.golden)
     outputs = join_golden(windows, run_torch(model, windows)).outputs
     tolerance = manifest.goldens.tolerance["int8"]
     bundle.check_goldens(read, "int8", tolerance, outputs, manifest.provenance.runtime)

@@ -27,7 +27,7 @@ from service.core.bundle import Bundle, BundleError
 from service.core.cpu import CPU
 from service.core.encode import Encoder, Window, load_tokenizer
 from service.core.manifest import Activation, Head, Layers
-from service.core.packing import pack, split
+from service.core.packing import golden_windows, pack, split
 from service.core.session import Session, SessionOptions
 from service.core.state_heads import Floats, StateHead
 
@@ -73,10 +73,8 @@ class FrozenEncoder:
 
     def golden_states(self) -> list[Floats]:
         """Return the hidden states of each golden of the bundle, in a batch of its own."""
-        golden = self.bundle.golden
-        ends = golden.lengths.cumsum()[:-1]
-        parts = (np.split(array, ends) for array in (golden.input_ids, golden.token_type_ids))
-        return [self.run([Window(*own)])[0]["states"] for own in zip(*parts, strict=True)]
+        windows = golden_windows(self.bundle.golden)
+        return [self.run([window])[0]["states"] for window in windows]
 
 
 class Features:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.core.encode import Window
+from service.core.goldens import Golden
 from service.core.manifest import Head, find_mask_token_id
 
 # Rows of a head over the vocabulary for each sequence. The limit bounds the memory of a batch.
@@ -234,6 +235,13 @@ def pack(windows: Sequence[Window]) -> Packed:
         positions(layout),
         layout,
     )
+
+
+def golden_windows(golden: Golden) -> list[Window]:
+    """Return the input of each golden."""
+    ends = golden.lengths.cumsum()[:-1]
+    parts = (np.split(array, ends) for array in (golden.input_ids, golden.token_type_ids))
+    return [Window(*own) for own in zip(*parts, strict=True)]
 
 
 def each(packed: Packed) -> Iterator[Packed]:

@@ -21,7 +21,15 @@ from service.core.device_kind import DeviceKind, Slots
 from service.core.encode import Window
 from service.core.goldens import Golden
 from service.core.manifest import ATTENTION, Manifest
-from service.core.packing import SLOT_MULTIPLE, count_masks, fill_rows, pack, row_starts, split
+from service.core.packing import (
+    SLOT_MULTIPLE,
+    count_masks,
+    fill_rows,
+    golden_windows,
+    pack,
+    row_starts,
+    split,
+)
 from service.core.session import (
     RUNTIME,
     RUNTIME_ERRORS,
@@ -127,10 +135,8 @@ class Runner:
             part.tobytes() for part in (golden.input_ids, golden.token_type_ids, golden.lengths)
         )
         if self._golden_states[0] != key and self._states is not None:
-            ends = golden.lengths.cumsum()[:-1]
-            parts = (np.split(a, ends) for a in (golden.input_ids, golden.token_type_ids))
             heads = (self._states,)
-            computed = [self.run(1, [Window(*own)], heads) for own in zip(*parts, strict=True)]
+            computed = [self.run(1, [window], heads) for window in golden_windows(golden)]
             self._golden_states = key, [own[0][self._states] for own in computed]
         return self._golden_states[1]
 

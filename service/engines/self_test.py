@@ -16,6 +16,7 @@ from service import liveness
 from service.core.encode import Window
 from service.core.goldens import Golden, disagreement
 from service.core.manifest import Tolerance
+from service.core.packing import golden_windows
 from service.scheduling.entries import Outputs
 
 log = structlog.get_logger()
@@ -25,11 +26,9 @@ ComputeProbe = Callable[[str, Window], Awaitable[Outputs]]
 
 def smallest(golden: Golden, mask_token_id: int | None = None) -> Window:
     """Return the shortest golden for which every head, also that of the mask token, has an output."""
-    ends = golden.lengths.cumsum()
-    goldens = [slice(end - length, end) for end, length in zip(ends, golden.lengths, strict=True)]
-    complete = [own for own in goldens if mask_token_id in (None, *golden.input_ids[own].tolist())]
-    own = min(complete or goldens, key=lambda own: own.stop - own.start)
-    return Window(golden.input_ids[own], golden.token_type_ids[own])
+    windows = golden_windows(golden)
+    complete = [own for own in windows if mask_token_id in (None, *own.input_ids.tolist())]
+    return min(complete or windows, key=len)
 
 
 @dataclass(slots=True)
