@@ -302,7 +302,7 @@ class WordLabelScores(nn.Module):
 class LabelScoring(NamedTuple):
     """How a GLiClass model computes its scores.
 
-    pooling: of the whole sequence, see `POOLINGS`
+    pooling: of the whole sequence, see `POOLINGS`; "" for none
     averages: whether a label's vector is the mean from its token to the next label, or to the end of the sequence
     after: tokens from the one before a label to the one where its vector begins: 0 or 1
     scorer: what computes the scores: products of vectors (`simple`), or layers of one of gliclass's other kinds
@@ -365,7 +365,8 @@ class TextLabelScores(nn.Module):
 
     def __init__(self, inputs: int, width: int, scoring: LabelScoring):
         super().__init__()
-        self.scoring, self.pool = scoring, POOLINGS.get(scoring.pooling, to_slots)
+        self.scoring = scoring
+        self.pool = POOLINGS[scoring.pooling] if scoring.pooling else to_slots
         activation = ACTIVATIONS[scoring.activation]
         self.text, self.label = (Projector(inputs, width, activation) for _ in range(2))
         self.scores = {
