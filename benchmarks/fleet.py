@@ -199,9 +199,8 @@ async def crash(bundle: Path, root: Path) -> Figures:
                 return 1000 * (time.perf_counter() - began)
 
     one, many = list[float](), list[float]()
-    for _ in range(
-        CRASHES
-    ):  # of new services, because a process that ends again soon is restarted after a pause
+    # New services each time, because a process that ends again soon is restarted after a pause.
+    for _ in range(CRASHES):
         with service(root / busiest) as (pid, port):
             ask(port, busiest)
             one.append(recovery_ms(port, pid, busiest))

@@ -7,6 +7,7 @@ Both serve the same bundle with this environment's packages, in interleaved roun
 beyond the range of the rounds is a difference of the code.
 """
 
+import itertools
 import sys
 import tempfile
 from dataclasses import replace
@@ -34,6 +35,9 @@ def main() -> None:
                 [there, here], "embed", model.resolve(), texts, scratch, options
             )
         run_record.write({"results": results}, options.out, model)
+    for row in itertools.chain(*results.values()):
+        if row.get("skipped"):
+            raise SystemExit(f"{row['server']}: {row['skipped']}")
 
 
 if __name__ == "__main__":

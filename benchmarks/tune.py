@@ -18,12 +18,11 @@ from service.core import bundle
 from service.settings import usable_cores
 from service.variables import PREFIX
 
-CALMEST, BUSIEST = 1, 32  # connections
 TASKS = {"embedding": "embed", "classification": "classify", "ner": "ner"}
 
 
 def main() -> None:
-    parser = rounds.parser(__doc__, (CALMEST, BUSIEST))
+    parser = rounds.parser(__doc__, (1, 32))
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--precision", default="auto")
     parser.add_argument("--mix", choices=traffic.MIXES, default="news", help="lengths of texts")
@@ -36,8 +35,8 @@ def main() -> None:
     texts = traffic.texts(traffic.MIXES[options.mix])
     with tempfile.TemporaryDirectory() as scratch:
         rows = rounds.table(chosen, task, options.bundle, texts, Path(scratch), options)
-    for load, what in ((CALMEST, "one client at a time"), (BUSIEST, "many clients")):
-        print(f"for {what}: {advice(chosen, rows, load)}")
+    for load in options.connections:
+        print(f"for {load} connections: {advice(chosen, rows, load)}")
     run_record.write({"layouts": rows}, options.out, options.bundle)
 
 
