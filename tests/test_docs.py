@@ -249,6 +249,13 @@ def test_files_that_are_named_exist(page):
     assert [] == [name for name in named if not (ROOT / name).exists()]
 
 
+def test_pages_install_from_a_checkout():
+    """No package index has Quartet, so an installation of it names a checkout or a wheel."""
+    page = "".join(path.read_text(encoding="utf-8") for path in PAGES)
+
+    assert [] == re.findall(r"pip install .*quartet-serving.*", page)
+
+
 def promised():
     """What tests prove, by file and test: read off the marks."""
     mark = re.compile(
