@@ -1,8 +1,8 @@
 """Proofs that a bundle computes its goldens on this machine, with the measured cost of its batches.
 
-A proof holds for a bundle's hash, its unchanged files, the settings that select the graph, the runtime and the
-processor. A second opening with a proof takes a third of the time. The proofs are kept in a small file, so that they
-survive the process; where it cannot be written, they last as long as the process.
+A proof holds for a bundle's hash, its unchanged files, the settings that select the graph, the runtime, the processor
+and its vector features. A second opening with a proof takes a third of the time. The proofs are kept in a small file,
+so that they survive the process; where it cannot be written, they last as long as the process.
 """
 
 import json
@@ -17,6 +17,7 @@ from typing import Any
 
 import structlog
 
+from service.core.cpu import vector_features
 from service.core.session import RUNTIME
 from service.engines.device import RunsOn
 from service.scheduling.cost_model import Sample
@@ -54,7 +55,7 @@ class Proofs:
 
     def __init__(self, path: Path | None, *conditions: object) -> None:
         self._path = path
-        self._conditions = [*map(str, conditions), RUNTIME, processor()]
+        self._conditions = [*map(str, conditions), RUNTIME, processor(), *vector_features()]
         self.records: dict[str, Any] = {}
         if path is not None:
             with suppress(OSError, ValueError):

@@ -18,6 +18,7 @@ from service.core import bundle as bundles
 from service.core.bundle import BundleTexts
 from service.core.encode import Window
 from service.core.session import Session
+from service.engines import proofs
 from service.engines.commands import ListModels, LoadModel
 from service.engines.local_device import open_device
 from service.engines.memory_need import graph_needs
@@ -221,7 +222,7 @@ async def test_an_unusable_model_is_set_aside_by_name(start):
 
 
 async def test_goldens_are_proven_once(start, monkeypatch):
-    """Also by the next process; a changed file, or other settings, need another proof."""
+    """Also by the next process; a changed file, other settings or other kernels need another proof."""
     checked: list[str] = []
     check = Session.check
 
@@ -245,11 +246,15 @@ async def test_goldens_are_proven_once(start, monkeypatch):
         await fleet.ask("b")
     async with start(precision="fp32") as fleet:
         await fleet.ask("b")
-    assert [*NAMES, "a", "b"] == checked
+    with monkeypatch.context() as machine:
+        machine.setattr(proofs, "vector_features", lambda: ("another",))
+        async with start() as fleet:
+            await fleet.ask("c")
+    assert [*NAMES, "a", "b", "c"] == checked
     (folder / FILE).write_text('{"x": [')
     async with start() as fleet:
         await fleet.ask("b")
-    assert [*NAMES, "a", "b", "b"] == checked
+    assert [*NAMES, "a", "b", "c", "b"] == checked
 
 
 async def test_a_trial_proves_the_goldens(start, monkeypatch):
