@@ -17,7 +17,7 @@ from starlette.types import Receive
 
 from service.api.json_responses import JsonResponse
 from service.api.ndjson import InLines, NdjsonResponse, NdjsonStream, line, wants_lines
-from service.api.receipts import HEADER, Asked, fields_of, make_receipt
+from service.api.receipts import HEADER, Draft
 from service.api.request_body import answer_in_time, check_media_type, parse_limited, read_body
 from service.api.schemas import Request, most_parts, parse, refuse_long
 from service.engines.engine import (
@@ -50,7 +50,7 @@ class Call(Generic[R]):
     """A valid request and its engine.
 
     in_lines: whether the response is an NDJSON stream that sends each result as soon as it is computed
-    receipt: the request for a receipt, or None
+    receipt: the receipt that the client requested, or None
     """
 
     body: R
@@ -59,7 +59,7 @@ class Call(Generic[R]):
     context: RequestContext
     receive: Receive
     in_lines: bool
-    receipt: Asked | None = None
+    receipt: Draft | None = None
 
     async def answer(self, task: EngineTask[T], name: str, show: Callable[[T], object]) -> Response:
         """Compute a task. Return all results under `name` plus "s", or a stream of one NDJSON line per result."""
@@ -82,6 +82,10 @@ class Call(Generic[R]):
         on_result: called with the index and the result of each input as soon as it is computed
         """
         heads = self.body.wanted_heads if heads is None else heads
+        if self.receipt is not None:
+            # Two turns of the event loop later, when the request has been sent to the model.
+            call_soon = asyncio.get_running_loop().call_soon
+            call_soon(call_soon, self.receipt.begin)
         reply = await self.within_deadline(self.engine.answer(task, self.ticket, heads, on_result))
         timing = reply.timing
         self.context.tokens = reply.usage.tokens
@@ -184,10 +188,9 @@ class Call(Generic[R]):
     def headers(self, reply: Reply[Any]) -> dict[str, str]:
         """Return the headers that tell how an answer was made."""
         timing = reply.timing
-        receipt = self.receipt
         remembered = reply.usage.windows and not timing.batch_size
         return {
-            **({} if receipt is None else {HEADER: make_receipt(receipt, self.engine, reply)}),
+            **({} if self.receipt is None else {HEADER: self.receipt.finish(reply)}),
             **({"X-Quartet-Cache": "hit"} if remembered else {}),
             "Server-Timing": server_timing(
                 parse=self.context.stages[0],
@@ -279,7 +282,7 @@ def open_call(request: HttpRequest, schema: type[R], body: object, deadline: flo
     receipt = None
     if HEADER.lower() in context.headers:
         key = settings.receipt_key.get_secret_value() if settings.receipt_key else ""
-        receipt = Asked(request.scope["path"], body, fields_of(valid.texts()), key)
+        receipt = Draft(request.scope["path"], body, valid.texts, key, engine)
     return Call(valid, engine, ticket, context, request.receive, in_lines, receipt)
 
 

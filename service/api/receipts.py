@@ -7,8 +7,10 @@ base64url, a dot, and its HMAC-SHA256 if the service has a `receipt_key`. It has
 import base64
 import hashlib
 import hmac
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import orjson
@@ -20,44 +22,54 @@ from service.engines.engine import Engine, Reply
 HEADER = "X-Quartet-Receipt"
 MOST_BYTES = 4096  # of a header; proxies refuse larger ones
 TEXTS = "$texts"  # key of an object in the place of a text (0), or of a list of that many texts
+MOST_REMEMBERED = 64  # bytes of decisions
 EXCEEDED = "too-large"  # in the place of a receipt
 
 
-class Asked(NamedTuple):
-    """A request for a receipt. path, body: as the route has them; texts: locations of texts; key: "" for none"""
+@dataclass(slots=True)
+class Draft:
+    """The receipt of a request that has no answer yet.
+
+    path, body: as the route has them; texts: returns the texts with their locations; key: "" for none
+    """
 
     path: str
     body: object
-    texts: frozenset[str]
+    texts: Callable[[], Iterator[tuple[str, str]]]
     key: str
+    engine: Engine
+    beginning: str = ""
 
+    def begin(self) -> None:
+        """Make the part that needs no answer, while the model runs, so that no request waits for it."""
+        if self.beginning:
+            return
+        fields = {place.partition(".")[0].partition("[")[0] for place, _ in self.texts()}
+        taken: list[str] = []
+        body = self.body if isinstance(self.body, dict) else {}
+        record = {
+            "path": self.path,
+            "body": {k: take(v, taken) if k in fields else v for k, v in body.items()},
+            "texts": hash_of(orjson.dumps(taken)),
+            "model": self.engine.id,
+            "bundle": self.engine.sha256,
+            **self.engine.runs_on.facts,
+            "processor": " ".join(vector_features()),
+        }
+        content = orjson.dumps(record)[:-1] + b","
+        # Base64 of whole groups of three bytes continues without padding.
+        self.beginning = encode(content.ljust(len(content) + -len(content) % 3))
 
-def fields_of(texts: Iterator[tuple[str, str]]) -> frozenset[str]:
-    """Return the fields of a body that have the texts of a request."""
-    return frozenset(place.partition(".")[0].partition("[")[0] for place, _ in texts)
-
-
-def make_receipt(asked: Asked, engine: Engine, reply: Reply[Any]) -> str:
-    """Return the receipt of a reply, or "too-large"."""
-    taken: list[str] = []
-    body = asked.body if isinstance(asked.body, dict) else {}
-    on = engine.runs_on
-    record = {
-        "path": asked.path,
-        "body": {k: take(v, taken) if k in asked.texts else v for k, v in body.items()},
-        "texts": hash_of(taken),
-        "model": engine.id,
-        "bundle": engine.sha256,
-        "precision": on.precision,
-        "provider": on.provider,
-        "runtime": on.runtime,
-        "processor": " ".join(vector_features()),
-        "heads": reply.heads,
-        "decisions": hash_of([decisions(one) for one in reply.results]),
-        "numbers": base64.b64encode(sketch(reply.results).astype("<f4").tobytes()).decode(),
-    }
-    made = seal(record, asked.key)
-    return made if len(made) <= MOST_BYTES else EXCEEDED
+    def finish(self, reply: Reply[Any]) -> str:
+        """Return the receipt of a reply, or "too-large"."""
+        self.begin()
+        rest = {
+            "heads": reply.heads,
+            "decisions": hash_of_decisions(reply.results),
+            "numbers": base64.b64encode(sketch(reply.results)).decode(),
+        }
+        made = seal(self.beginning + encode(orjson.dumps(rest)[1:]), self.key)
+        return made if len(made) <= MOST_BYTES else EXCEEDED
 
 
 def take(value: object, taken: list[str]) -> object:
@@ -87,13 +99,25 @@ def put(value: object, texts: Iterator[str]) -> object:
     return value
 
 
-def hash_of(value: object) -> str:
-    return hashlib.sha256(orjson.dumps(value)).hexdigest()
+def hash_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
-def seal(record: object, key: str) -> str:
-    """Return a record as a receipt."""
-    content = base64.urlsafe_b64encode(orjson.dumps(record)).decode()
+known_hash = lru_cache(1024)(hash_of)
+
+
+def hash_of_decisions(results: Sequence[Any]) -> str:
+    """Return a hash, which is remembered for few decisions: many vectors have one shape, many texts one label."""
+    content = orjson.dumps([decisions(one) for one in results])
+    return known_hash(content) if len(content) <= MOST_REMEMBERED else hash_of(content)
+
+
+def encode(content: bytes) -> str:
+    return base64.urlsafe_b64encode(content).decode()
+
+
+def seal(content: str, key: str) -> str:
+    """Return the encoded JSON of a record as a receipt."""
     return f"{content}.{_sign(content, key)}"
 
 

@@ -63,8 +63,8 @@ def essence(answer: Sequence[Any]) -> object:
     match answer:
         case AttentionMap(tokens, _):
             return tokens
-        case [LabelScore(label, _), *_]:
-            return label
+        case [LabelScore() as best, *_]:
+            return best.label
         case [AnswerSpan(text, _, start, end), *_]:
             return text, start, end
         case [[TokenScore(), *_], *_]:
@@ -103,7 +103,7 @@ def distance(one: Any, other: Any) -> float:
 
 def decisions(result: Any) -> Any:
     """Return what a result decides, for a hash: labels, tokens or spans; of vectors their shapes; None for an error."""
-    if isinstance(result, Mapping):
+    if isinstance(result, dict):
         return {str(key): decisions(value) for key, value in result.items()}
     if result is None or isinstance(result, float):
         return None
@@ -116,13 +116,20 @@ def sketch(results: Sequence[Any]) -> NDArray[np.float32]:
     """Return sums of all numbers of results, `[16]`, each with another sign for each number, the same in all calls.
 
     The difference of two sketches, divided by 4, is about as long as that of the numbers (Johnson and Lindenstrauss).
-    The sign of a number is that of its place times that of its vector, so that all vectors share a table.
+    The sign of a number is that of its place times that of its vector, so that all vectors share a table. The signs of
+    the first vector are 1: a single vector needs one call of numpy.
     """
-    sums = np.zeros(SIGNS, np.float32)
-    parts = [part for one in results for part in _numbers(one)]
-    for (places, values), sign in zip(parts, _first_signs(1, len(parts)), strict=True):
-        signs = _first_signs(0, len(values)) if places is None else _signs(0, places)
-        sums += sign * (values.astype(np.float32, copy=False) @ signs)
+    parts = [_sums(*part) for one in results for part in _numbers(one)]
+    if len(parts) == 1:
+        return parts[0]
+    rows = np.array(parts, np.float32).reshape(-1, SIGNS)
+    sums: NDArray[np.float32] = (rows * _first_signs(1, len(parts))).sum(axis=0)
+    return sums
+
+
+def _sums(places: NDArray[Any] | None, values: NDArray[Any]) -> NDArray[np.float32]:
+    signs = _first_signs(0, len(values)) if places is None else _signs(0, places)
+    sums: NDArray[np.float32] = values.dot(signs)
     return sums
 
 
@@ -137,17 +144,19 @@ def _known_signs(salt: int) -> NDArray[np.float32]:
 
 
 def _signs(salt: int, places: NDArray[Any]) -> NDArray[np.float32]:
-    """Return 1 or -1 for numbers at these places, `[n, 16]`. salt: selects one of several such functions"""
-    mixed = places.astype(np.uint64) + np.uint64(salt << 32)
+    """Return 1 or -1 for numbers (salt 0) or vectors (salt 1) at these places, `[n, 16]`."""
+    # The last row is the first vector. Multiplying all rows by it makes its own signs 1.
+    mixed = np.append(places.astype(np.uint64) + np.uint64(salt << 32), np.uint64(1 << 32))
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)  # as splitmix64
     bits = (mixed[:, None] >> np.arange(SIGNS, dtype=np.uint64)) & np.uint64(1)
-    return np.asarray(2.0 * bits - 1.0, np.float32)
+    signs = np.asarray(2.0 * bits - 1.0, np.float32)
+    return signs[:-1] * signs[-1]
 
 
 def _numbers(result: Any) -> Iterator[tuple[NDArray[Any] | None, NDArray[Any]]]:
     """Yield the values of a result's numbers with their places; None for the first places."""
-    if isinstance(result, Mapping):
+    if isinstance(result, dict):
         for value in result.values():
             yield from _numbers(value)
     elif result is None:  # of an input that failed

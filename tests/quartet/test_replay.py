@@ -7,12 +7,14 @@ import sys
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 
 from quartet import replay
 from service.api import receipts
 from service.bulk.predictor import post
 from service.core.agreement import sketch
+from service.core.decode import LabelScore, SparseVector
 from service.embedded import EmbeddedService
 from tests.head_bundles import save_head
 
@@ -81,7 +83,8 @@ def test_the_command_names_what_differs(tiny_bundle, gpu_bundle, tmp_path, monke
     assert "numbers: differ by" in shown
     assert "BEYOND" in shown
     record, _ = receipts.unseal(receipt, "")
-    older = receipts.seal({**record, "runtime": "onnxruntime 1.20.0"}, "another key")
+    content = orjson.dumps({**record, "runtime": "onnxruntime 1.20.0"})
+    older = receipts.seal(receipts.encode(content), "another key")
     status, shown = run(monkeypatch, capsys, older, *same[1:])
     assert 1 == status
     assert "signature: WRONG" in shown
@@ -115,6 +118,28 @@ def test_sketches_are_as_far_apart_as_the_numbers():
     apart = np.linalg.norm(sketch(ones) - sketch(others)) / 4
     assert 0.5 < apart / np.linalg.norm(np.concatenate(ones) - np.concatenate(others)) < 2
     assert np.linalg.norm(sketch(ones) - sketch([ones[1], ones[0], ones[2]])) > 1
+
+
+def test_the_sketch_of_an_old_receipt_is_made_again():
+    """The signs never change: of numbers, of vectors after the first, and of places of sparse vectors."""
+    sparse = SparseVector(np.array([3, 9000]), np.array([1, 4], np.float32))
+    found = sketch([np.arange(5, dtype=np.int8), 0.5, {"b": [LabelScore("x", 16.0)]}, None, sparse])
+    expected = [25, -53, -41, -37, -17, -31, 41, 35, 37, -5, 35, 49, -49, 45, -63, -41]
+    assert expected == (2 * found).tolist()
+
+
+async def test_the_answer_finds_the_first_part_made(tiny_bundle, monkeypatch):
+    """It is made while the model runs, so that only the rest delays the answer."""
+    found, finish = [], receipts.Draft.finish
+
+    def note(draft: receipts.Draft, reply: Any) -> str:
+        found.append(draft.beginning)
+        return finish(draft, reply)
+
+    monkeypatch.setattr(receipts.Draft, "finish", note)
+    receipt = await get(tiny_bundle, "/embed", {"inputs": TEXT})
+    assert found[0]
+    assert receipt.startswith(found[0])
 
 
 def test_a_receipt_fits_a_header():
