@@ -15,7 +15,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import Any, Literal
 
@@ -26,6 +25,7 @@ from service.scheduling.cost_model import Estimator, Sample
 from service.scheduling.entries import Entry, EntryOutcome, OnOutcome, Outcome, Outputs
 from service.scheduling.executor import (
     BatchStats,
+    Ended,
     EntryResult,
     Job,
     Probe,
@@ -320,9 +320,9 @@ class Batcher:
             if waiting := [entry for entry in batch if entry.queued]:
                 self._queue.take(waiting, width * seconds)
 
-        def ended(ran: Future[tuple[list[EntryResult], BatchStats]]) -> None:
+        def ended(end: Ended) -> None:
             self.running.discard(running)
-            self._finish(model.estimators[width], batch, ran)
+            self._finish(model.estimators[width], batch, end)
 
         return Job(width, partial(work, self._run, width, batch, self._clock), started, ended)
 
@@ -335,26 +335,21 @@ class Batcher:
         cost = self._queue.models[probe.bundle].estimators[width].cost
         running = Running(probe.bundle, 1, tokens, cost.seconds(tokens, 1, tokens))
 
-        def ended(ran: Future[list[Outputs]]) -> None:
+        def ended(end: Ended) -> None:
             self.running.discard(running)
-            probe.settle(ran)
+            probe.settle(end)
 
         run = partial(self._run, width, probe.bundle, [probe.window], ())
         return self._threads.run(Job(width, run, partial(self.running.add, running), ended))
 
-    def _finish(
-        self,
-        estimator: Estimator,
-        batch: Sequence[Entry],
-        ran: Future[tuple[list[EntryResult], BatchStats]],
-    ) -> None:
-        if error := ran.exception():
-            logger.error("a batch was lost", exc_info=error)
+    def _finish(self, estimator: Estimator, batch: Sequence[Entry], ended: Ended) -> None:
+        if ended.error is not None:
+            logger.error("a batch was lost", exc_info=ended.error)
             for entry in batch:
                 lost = errors.InferenceFailed("our bug: the batch was lost")
                 self._fail(request_of(entry), lost)
             return
-        results, stats = ran.result()
+        results, stats = ended.value
         for index, (entry, result) in enumerate(zip(batch, results, strict=True)):
             self._answer(entry, result, stats, index)
         call_after(TURNS_TO_SEND, self._learn, estimator, stats)

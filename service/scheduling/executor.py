@@ -1,12 +1,14 @@
 """The threads of a device's slots, and their work on a batch: run it, halve it on failure, check it, measure it."""
 
 import asyncio
+import atexit
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,20 @@ RunBatch = Callable[[int, str, Sequence[Window], Heads], list[Outputs]]
 EntryResult = Outputs | errors.InferenceFailed
 
 
+class Ended:
+    """The end of a job: its value, or the error that it raised."""
+
+    __slots__ = ("error", "value")
+
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self.value: Any = None
+        self.error: BaseException | None = None
+        try:
+            self.value = run()
+        except BaseException as error:  # the thread must go on
+            self.error = error
+
+
 @dataclass(slots=True, eq=False)
 class Job:
     """Work for one thread."""
@@ -27,7 +43,26 @@ class Job:
     width: int  # the slots that it takes
     run: Callable[[], Any]  # called in the thread
     started: Callable[[], None]  # called in the event loop when the thread begins with the job
-    ended: Callable[[Future[Any]], None]  # called in the event loop with the result
+    ended: Callable[[Ended], None]  # called in the event loop with the result
+
+
+class SlotThread(threading.Thread):
+    """A thread that calls a function with each of its jobs, and with the event loop that gets the job's end."""
+
+    def __init__(self, work: Callable[["SlotThread"], None], name: str) -> None:
+        super().__init__(target=work, args=(self,), name=name, daemon=True)
+        self.jobs: SimpleQueue[tuple[asyncio.AbstractEventLoop, Job | None] | None] = SimpleQueue()
+
+    def start(self) -> None:
+        super().start()
+        atexit.register(self.end)  # the interpreter must not exit during a job
+
+    def end(self, wait: bool = True) -> None:
+        """End after the job that runs."""
+        self.jobs.put(None)
+        if wait and self.is_alive():
+            self.join()
+            atexit.unregister(self.end)
 
 
 class Threads:
@@ -35,7 +70,7 @@ class Threads:
 
     A thread that has ended a job begins with the prefetched job, if there is one, before the event loop handles the end
     of its first job. So the thread does not wait for the planner. Everything else happens in the event loop, in calls
-    that `post` makes.
+    that `post` makes. A `ThreadPoolExecutor` takes longer for each job, because its futures have locks.
 
     name: the beginning of the threads' names
     idle: slots that run nothing
@@ -46,19 +81,22 @@ class Threads:
     ) -> None:
         self.idle = slots
         self._post = post
-        self._all = [ThreadPoolExecutor(1, f"{name}-{number}") for number in range(slots)]
+        self._all = [SlotThread(self._work, f"{name}-{number}") for number in range(slots)]
         self._free = [*self._all]  # the thread that ran last goes first: its data is in the caches
         self._next: deque[Job] = deque()  # the prefetched job
 
     def start(self) -> None:
+        """Start all threads, which otherwise start with their first job. Raises RuntimeError if one cannot."""
         for thread in self._all:
-            thread.submit(int)  # a thread that cannot start fails here
+            thread.start()
 
     def run(self, job: Job) -> None:
         """Begin with a job; requires enough idle slots for its width."""
         thread = self._free.pop()
+        if thread.ident is None:
+            thread.start()
         self._begin(job)
-        self._submit(asyncio.get_running_loop(), thread, job)
+        thread.jobs.put((asyncio.get_running_loop(), job))
 
     def prefetch(self, job: Job) -> None:
         """Let the thread that ends first begin with a job; requires that no slot is idle."""
@@ -72,46 +110,42 @@ class Threads:
         return False
 
     def stop(self) -> None:
-        """End the free threads; a busy thread ends after its job."""
+        """End the free threads; a busy thread ends after its job, at the latest before the interpreter exits."""
         self.cancel_prefetch()
         for thread in self._all:
-            thread.shutdown(wait=thread in self._free, cancel_futures=True)
+            thread.end(wait=thread in self._free)
 
     def _begin(self, job: Job) -> None:
         self.idle -= job.width
         job.started()
 
-    def _submit(
-        self, loop: asyncio.AbstractEventLoop, thread: ThreadPoolExecutor, job: Job
-    ) -> None:
-        thread.submit(job.run).add_done_callback(partial(self._done, loop, thread, job))
+    def _work(self, thread: SlotThread) -> None:
+        """Run jobs, and pass their ends to the event loop; called in the thread."""
+        while (given := thread.jobs.get()) is not None:
+            loop, job = given
+            while job is not None:
+                job = self._run_job(thread, loop, job)
+            del given, loop
 
-    def _done(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        thread: ThreadPoolExecutor,
-        job: Job,
-        ran: Future[Any],
-    ) -> None:
-        """Begin with the prefetched job, and pass the result to the event loop; called in the thread."""
-        if ran.cancelled():
-            return  # the thread was stopped before it began with the job
+    def _run_job(self, thread: SlotThread, loop: asyncio.AbstractEventLoop, job: Job) -> Job | None:
+        """Run a job, and return the prefetched job, if there is one."""
+        ended = Ended(job.run)
         following = None
         with suppress(IndexError):
             following = self._next.pop()
-            self._submit(loop, thread, following)
         with suppress(RuntimeError):  # the loop is closed already
-            loop.call_soon_threadsafe(self._post, partial(self._ended, thread, job, ran, following))
+            loop.call_soon_threadsafe(
+                self._post, partial(self._ended, thread, job, ended, following)
+            )
+        return following
 
-    def _ended(
-        self, thread: ThreadPoolExecutor, job: Job, ran: Future[Any], following: Job | None
-    ) -> None:
+    def _ended(self, thread: SlotThread, job: Job, ended: Ended, following: Job | None) -> None:
         self.idle += job.width
         if following is None:
             self._free.append(thread)
         else:
             self._begin(following)
-        job.ended(ran)
+        job.ended(ended)
 
 
 @dataclass(slots=True, eq=False)
@@ -133,13 +167,13 @@ class Probe:
     window: Window
     future: asyncio.Future[Outputs]
 
-    def settle(self, ran: Future[list[Outputs]]) -> None:
+    def settle(self, ended: Ended) -> None:
         if self.future.done():
             return
-        if error := ran.exception():
-            self.future.set_exception(error)
+        if ended.error is not None:
+            self.future.set_exception(ended.error)
         else:
-            (outputs,) = ran.result()
+            (outputs,) = ended.value
             self.future.set_result(outputs)
 
 

@@ -13,14 +13,13 @@ import asyncio
 import time
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from service.scheduling.cost_model import Drain
-from service.scheduling.executor import Job, Threads
+from service.scheduling.executor import Ended, Job, Threads
 from service.scheduling.flow_turns import FlowTurns, FlowWork
 from service.scheduling.load import Backlog, Flow, Load, RemainingWork
 
@@ -193,13 +192,13 @@ class TextThreads:
                 charged = flow_parts.virtual_time - before
                 flow_parts.parts.popleft()
 
-        def ended(ran: Future[tuple[Any, float]]) -> None:
+        def ended(end: Ended) -> None:
             self._long_running -= flow.is_long
-            if error := ran.exception():
+            if end.error is not None:
                 if not part.result.done():
-                    part.result.set_exception(error)
+                    part.result.set_exception(end.error)
                 return
-            result, seconds = ran.result()
+            result, seconds = end.value
             self.speeds[flow.bundle].observe(part.size / GUESS, seconds)
             flow_parts.virtual_time += charged * (seconds / expected_s - 1)
             if not part.result.done():
