@@ -29,7 +29,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--precision", default="int8")
-    parser.add_argument("--path", default="embed", help="route of one text")
+    parser.add_argument("--path", default="embed", help="route that takes inputs")
+    parser.add_argument("--texts", type=int, default=1, help="of each request")
     parser.add_argument("--connections", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--rounds", type=int, default=5)
@@ -39,6 +40,7 @@ def main() -> None:
         return serve_on_ray(own.bundle.resolve(), own.precision, own.port)
     bundle = str(own.bundle.resolve())
     texts = traffic.texts(traffic.MIXES["news"])
+    inputs = [texts[i : i + own.texts] for i in range(0, len(texts) - own.texts + 1, own.texts)]
     plain = ["service", bundle, "--precision", own.precision, "--log-level", "error"]
     ray = ["benchmarks.ray_serve", bundle, "--precision", own.precision]
     with (
@@ -54,7 +56,7 @@ def main() -> None:
             for name, ((pid, port), prefix) in contenders.items():
                 path = f"{prefix}/{own.path}"
                 requests = [
-                    request_bytes(path, json.dumps({"inputs": text}).encode()) for text in texts
+                    request_bytes(path, json.dumps({"inputs": part}).encode()) for part in inputs
                 ]
                 before = processes.cpu_s(pid)
                 load = uvloop.run(closed_loop(port, requests, own.connections, own.seconds))
