@@ -84,7 +84,7 @@ class BundleSide:
         return self._services[precision]
 
     def head(self, task: Task) -> Head:
-        """Return the head that answers a task. Raises SideError."""
+        """Return the head that answers a task."""
         heads = self.bundle.manifest.heads
         if self._wanted in heads:
             return heads[self._wanted]

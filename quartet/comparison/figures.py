@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quartet.comparison.sides import Task
-from service.core.agreement import distance, same_answer, scores, vector_cosine
+from service.core.agreement import dense, distance, same_answer, scores, vector_cosine
 from service.core.decode import SparseVector
 
 Z95 = 1.96  # of a 95 % interval
@@ -84,10 +84,7 @@ def stack(vectors: Sequence[Any]) -> NDArray[np.float64]:
     if isinstance(vectors[0], np.ndarray):
         return np.array(vectors, np.float64)
     ids = np.unique(np.concatenate([own.indices for own in vectors]))
-    rows = np.zeros((len(vectors), len(ids)))
-    for row, own in zip(rows, vectors, strict=True):
-        row[np.searchsorted(ids, own.indices)] = own.values
-    return rows
+    return np.array([dense(own, ids) for own in vectors])
 
 
 def swapped(one: Sequence[str], other: Sequence[str]) -> float:

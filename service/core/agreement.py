@@ -83,7 +83,7 @@ def distance(one: Any, other: Any) -> float:
         one, other = one.weights, other.weights
     if isinstance(one, SparseVector):
         ids = np.union1d(one.indices, other.indices)
-        one, other = (_dense(sparse, ids) for sparse in (one, other))
+        one, other = (dense(sparse, ids) for sparse in (one, other))
     if isinstance(one, np.ndarray):
         if one.shape != other.shape:
             return 1.0
@@ -184,7 +184,8 @@ def _scores(result: Sequence[Any]) -> Iterator[tuple[str, float]]:
             yield str(one._replace(score=0.0)), one.score
 
 
-def _dense(vector: SparseVector, ids: NDArray[np.int64]) -> NDArray[np.float64]:
+def dense(vector: SparseVector, ids: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the weights of a vector's tokens and 0 for other tokens, `[n]`. ids: of `n` tokens, sorted"""
     row = np.zeros(len(ids))
     row[np.searchsorted(ids, vector.indices)] = vector.values
     return row
