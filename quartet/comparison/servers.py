@@ -17,6 +17,7 @@ from service.core.decode import AnswerSpan, EntitySpan, LabelScore, SparseVector
 
 TIMEOUT_S = 60.0
 SHOWN = 200  # characters of a response in an error
+NAME_DIALECT = "name the dialect by --dialect-a or --dialect-b"
 # Fields of responses that contain the results, the outermost first.
 CONTAINERS = (
     *("results", "embeddings", "data", "embedding", "float", "outputs", "answers", "predictions"),
@@ -126,8 +127,8 @@ class Server:
         try:
             return READERS[task](json.loads(text))
         except (ValueError, KeyError, IndexError, TypeError, StopIteration):
-            reason = f"{path} returned no {task}: {text[:SHOWN]}"
-            raise SideError(f"{self.name}: {reason}; name the dialect by --dialect") from None
+            reason = f"{path} returned no {task}: {text[:SHOWN]}; {NAME_DIALECT}"
+            raise SideError(f"{self.name}: {reason}") from None
 
     def _find_dialect(self) -> str:
         """Return the dialect whose probe the server answers, and note its model. Raises SideError."""
@@ -138,8 +139,7 @@ class Server:
                 self.model = self.model or models[0].get("id", "")
                 return name
         self.close()
-        reason = f"no known dialect; name one by --dialect: {', '.join(PATHS)}"
-        raise SideError(f"{self.name}: {reason}")
+        raise SideError(f"{self.name}: no known dialect; {NAME_DIALECT}: {', '.join(PATHS)}")
 
     def _send(
         self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None

@@ -1,6 +1,7 @@
 """Sides that answer alike are found equal; each planted difference is found, and named."""
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from quartet.comparison import figures, report, servers
 from quartet.comparison.bundle_side import BundleSide
 from quartet.comparison.causes import explain
 from quartet.comparison.recipes import Recipe, positions
+from quartet.comparison.sides import SideError
 from service.core.agreement import distance
 from service.core.decode import EntitySpan, LabelScore, SparseVector
 from service.embedded import EmbeddedService
@@ -470,6 +472,19 @@ def test_wrong_arguments(
     monkeypatch.setattr(sys, "argv", ["quartet compare", *made, "--dialect-b", "plain", *options])
     assert 2 == compare.main()
     assert reason in capsys.readouterr().err
+
+
+async def test_the_dialect_of_a_server_can_be_named():
+    """The errors of a server that the command does not understand name options that the command has."""
+    known = compare.parser().format_help()
+    with answering(lambda _: "text") as url:
+        with pytest.raises(SideError, match="no known dialect") as unknown:
+            servers.Server(url)
+        with pytest.raises(SideError, match="returned no embeddings") as unread:
+            await servers.Server(url, "plain").answer("embeddings", ("a",))
+    for error in (unknown, unread):
+        named = re.findall(r"--[a-z-]+", str(error.value))
+        assert 2 == len(named) == sum(f"{name} " in known for name in named)
 
 
 async def test_a_bundle_has_its_tasks(tiny_bundle):
