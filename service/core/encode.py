@@ -17,7 +17,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from service.core.ascii_tokenizer import AsciiTokenizer
+from service.core.ascii_tokenizer import AsciiTokenizer, AsciiTokens
 from service.core.words import Places
 
 Truncate = bool | Literal["window"]
@@ -193,7 +193,7 @@ class _Tokens:
         return _Tokens(self.ids[cut], self.offsets[cut], self.words[cut])
 
 
-def _tokens(encoding: tokenizers.Encoding) -> _Tokens:
+def _tokens(encoding: tokenizers.Encoding | AsciiTokens) -> _Tokens:
     words = [-1 if word is None else word for word in encoding.word_ids]
     return _Tokens(
         np.asarray(encoding.ids, dtype=np.int64),
@@ -248,9 +248,7 @@ class Encoder:
         begin with the prompt's tokens, too. Raises ValueError for a prompt of more than half a window with "window".
         """
         together = [prompt + text for text in texts]
-        encodings = self._encode(together, with_offsets=False)
-        _shorten(encodings, _needed(self._capacity, truncate))
-        tokens = [encoding.ids for encoding in encodings]
+        tokens = self._ids(together, _needed(self._capacity, truncate))
         if prompt and truncate == "window":
             return [Cut(self._prompted(ids, prompt, stride), False) for ids in tokens]
         plans = self._plan([*map(len, tokens)], truncate, stride)
@@ -277,7 +275,7 @@ class Encoder:
 
     def _prompt_ids(self, prompt: str) -> list[int]:
         """Return the token ids of a prompt. Raises ValueError where they fill more than half a window."""
-        ids: list[int] = self.tokenizer.encode(prompt, add_special_tokens=False).ids
+        (ids,) = self._ids([prompt])
         if len(ids) > self.longest_prompt:
             raise ValueError(
                 f"a prompt of {len(ids)} tokens does not fit: at most {self.longest_prompt}"
@@ -286,7 +284,7 @@ class Encoder:
 
     def count_tokens(self, text: str) -> int:
         """Return the tokens of a text, without special tokens."""
-        return len(self.tokenizer.encode(text, add_special_tokens=False))
+        return len(self._ids([text])[0])
 
     @property
     def longest_prompt(self) -> int:
@@ -366,10 +364,8 @@ class Encoder:
 
     def text_ids(self, texts: Sequence[str], truncate: Truncate = True) -> list[TextIds]:
         """Tokenize texts for `one_with_each`. truncate: as there, for these texts"""
-        encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        lengths = [*map(len, encodings)]
-        _shorten(encodings, _needed(self.max_length - self._pair.size, truncate))
-        return [TextIds(own.ids, size) for own, size in zip(encodings, lengths, strict=True)]
+        needed = _needed(self.max_length - self._pair.size, truncate)
+        return [TextIds(ids[:needed], len(ids)) for ids in self._ids(texts)]
 
     def one_with_each(
         self,
@@ -425,20 +421,15 @@ class Encoder:
         longest = min(length or self.max_length, self.max_length)
         capacity = longest - self._single.size
         whole = [prefix + text for text in texts]
-        needs_offsets = bool(prefix) and truncate == "window"
-        encode = self.tokenizer.encode_batch if needs_offsets else self.tokenizer.encode_batch_fast
-        encodings = encode(whole, add_special_tokens=False)
-        _shorten(encodings, _needed(capacity, truncate))
-        too_long = [index for index, own in enumerate(encodings) if len(own) > capacity]
+        tokens = self._ids(whole, _needed(capacity, truncate))
+        too_long = [index for index, ids in enumerate(tokens) if len(ids) > capacity]
         if truncate is False and too_long:
             raise TextError(too_long, f"longer than {longest} tokens, and truncate is false")
         found = []
-        for encoding in encodings:
-            ids = encoding.ids
+        for text, ids in zip(whole, tokens, strict=True):
             if truncate == "window" and len(ids) > capacity:
-                ends = (end for _, end in encoding.offsets) if prefix else ()
-                before = sum(end <= len(prefix) for end in ends)
-                before = min(before, capacity // 2)
+                ends = self._tokenize([text])[0].offsets[:, 1] if prefix else np.empty(0)
+                before = min(int(np.sum(ends <= len(prefix))), capacity // 2)
                 room = capacity - before
                 cuts = cut(len(ids) - before, room, min(stride, room // 2), truncate)
                 parts = [ids[:before] + ids[before:][cut] for cut in cuts]
@@ -458,27 +449,39 @@ class Encoder:
         return [Encoded((window,), len(window) > self.max_length) for window in windows]
 
     def _tokenize(self, texts: Sequence[str], needed: int | None = None) -> list[_Tokens]:
-        encodings = self._encode(texts, with_offsets=True)
-        _shorten(encodings, needed)
+        """Return the tokens of texts, without special tokens: the first `needed`, None for all."""
         tokens = []
+        encodings = self._encode(texts, needed, with_offsets=True)
         for text, encoding in zip(texts, encodings, strict=True):
-            own = _tokens(encoding)
+            own = _tokens(encoding)[:needed]
             if not self._places.are_known(text):
                 placed = self._places.find(text, own.ids, own.offsets, own.words)
                 own = _Tokens(own.ids, *placed)
             tokens.append(own)
         return tokens
 
-    def _encode(self, texts: Sequence[str], *, with_offsets: bool) -> list[tokenizers.Encoding]:
-        """Return the tokens of texts, without special tokens; ASCII texts take the shortcut if there is one."""
-        if self._ascii is None:
-            return _encode(self.tokenizer, texts, with_offsets)
-        prepared = [self._ascii.prepare(text) for text in texts]
-        ready = [text for text in prepared if text is not None]
-        others = [text for text, own in zip(texts, prepared, strict=True) if own is None]
-        short = iter(_encode(self._ascii.tokenizer, ready, with_offsets))
-        whole = iter(_encode(self.tokenizer, others, with_offsets))
-        return [next(whole if own is None else short) for own in prepared]
+    def _ids(self, texts: Sequence[str], needed: int | None = None) -> list[list[int]]:
+        """Return the token ids of texts, without special tokens: the first `needed`, None for all."""
+        encodings = self._encode(texts, needed, with_offsets=False)
+        return [encoding.ids[:needed] for encoding in encodings]
+
+    def _encode(
+        self, texts: Sequence[str], needed: int | None, *, with_offsets: bool
+    ) -> list[tokenizers.Encoding | AsciiTokens]:
+        """Return at least the first `needed` tokens of texts; ASCII texts take the shortcut if there is one."""
+        short = self._ascii
+        found = [
+            short.encode(text, needed, with_offsets=with_offsets) if short else None
+            for text in texts
+        ]
+        others = [text for text, own in zip(texts, found, strict=True) if own is None]
+        encode = self.tokenizer.encode_batch if with_offsets else self.tokenizer.encode_batch_fast
+        encodings = encode(others, add_special_tokens=False) if others else []
+        if needed is not None:  # before the slow conversion to Python objects
+            for encoding in encodings:
+                encoding.truncate(needed)
+        rest = iter(encodings)
+        return [next(rest) if own is None else own for own in found]
 
     def _refuse(self, too_long: list[int], limits: str = "") -> None:
         if too_long:
@@ -491,16 +494,6 @@ def _ascii_tokenizer(tokenizer: tokenizers.Tokenizer) -> AsciiTokenizer | None:
         return AsciiTokenizer(tokenizer)
     except ValueError:
         return None
-
-
-def _encode(
-    tokenizer: tokenizers.Tokenizer, texts: Sequence[str], with_offsets: bool
-) -> list[tokenizers.Encoding]:
-    """Return the tokens of texts, without special tokens."""
-    if not texts:
-        return []
-    encode = tokenizer.encode_batch if with_offsets else tokenizer.encode_batch_fast
-    return encode(texts, add_special_tokens=False)
 
 
 def expand(window: Window, length: int, token_id: int, *, attended: bool) -> Window:
@@ -518,13 +511,6 @@ def expand(window: Window, length: int, token_id: int, *, attended: bool) -> Win
 def _needed(capacity: int, truncate: Truncate) -> int | None:
     """Return how many tokens of a text are needed: one more than fit, to detect a longer text; None for all."""
     return None if truncate == "window" else capacity + 1
-
-
-def _shorten(encodings: Iterable[tokenizers.Encoding], needed: int | None) -> None:
-    """Drop the tokens that are not needed before the slow conversion to Python objects."""
-    for encoding in encodings:
-        if needed is not None and len(encoding) > needed:
-            encoding.truncate(needed)
 
 
 def cut(size: int, capacity: int, stride: int, truncate: Truncate) -> list[slice]:

@@ -8,6 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 
+from service.core import ascii_tokenizer as ascii_module
 from service.core.ascii_tokenizer import AsciiTokenizer
 from service.core.encode import Encoder, load_tokenizer
 from tests.conftest import ROOT
@@ -56,6 +57,10 @@ def changed(tokenizer: tokenizers.Tokenizer, **options: bool | None) -> tokenize
     return copy
 
 
+def takes(ascii_tokenizer: AsciiTokenizer, text: str) -> bool:
+    return ascii_tokenizer.encode(text, None, with_offsets=False) is not None
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -74,7 +79,7 @@ def test_windows_are_those_without_the_shortcut(options, trained):
     whole._ascii = None
     texts = random_texts(seed=1)
     assert short._ascii is not None
-    taken = sum(short._ascii.prepare(text) is not None for text in texts)
+    taken = sum(takes(short._ascii, text) for text in texts)
     assert len(texts) // 4 < taken < len(texts)
 
     for one, other in zip(short.texts(texts), whole.texts(texts), strict=True):
@@ -91,14 +96,33 @@ def test_windows_are_those_without_the_shortcut(options, trained):
         assert [window.input_ids.tolist() for window in expected_cut.windows] == ids
 
 
+def test_parts_and_a_full_table_change_no_token(trained, monkeypatch):
+    """A long text in parts, with words that the table forgets or is too small for, and cut at any number of tokens."""
+    monkeypatch.setattr(ascii_module, "PART", 7)
+    monkeypatch.setattr(ascii_module, "WORDS", 3)
+    monkeypatch.setattr(ascii_module, "LONGEST_WORD", 5)
+    ascii_tokenizer = AsciiTokenizer(trained)
+    texts = [text for text in random_texts(seed=2) if takes(ascii_tokenizer, text)]
+    for text in [" ".join(texts[:100]), "museums" * 30, *texts]:
+        expected = trained.encode(text, add_special_tokens=False)
+        for needed in (None, 1, 5, 300):
+            short = ascii_tokenizer.encode(text, needed, with_offsets=True)
+            assert expected.ids[:needed] == short.ids[:needed]
+            assert expected.offsets[:needed] == short.offsets[:needed]
+            assert expected.word_ids[:needed] == short.word_ids[:needed]
+            assert short.ids == ascii_tokenizer.encode(text, needed, with_offsets=False).ids
+            assert needed is None or len(short.ids) <= needed + 30
+        assert len(ascii_tokenizer._pieces) <= 3
+
+
 def test_a_text_that_may_contain_an_added_token_does_not_take_it(trained):
     """Added tokens are found in the normalized text, too: "Évian" in "evian"."""
     tokenizer = changed(trained)
     tokenizer.add_tokens([AddedToken("Évian", normalized=True), AddedToken("中", normalized=True)])
     ascii_tokenizer = AsciiTokenizer(tokenizer)
     for text in ("a bottle of evian", "EVIAN", "[MASK]"):
-        assert ascii_tokenizer.prepare(text) is None
-    assert "a cup of coal" == ascii_tokenizer.prepare("A cup of COAL")
+        assert not takes(ascii_tokenizer, text)
+    assert takes(ascii_tokenizer, "A cup of COAL")
     short, whole = Encoder(tokenizer, 32), Encoder(tokenizer, 32)
     whole._ascii = None
     for text in ("a bottle of evian", "Coal 中 coal"):
