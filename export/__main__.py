@@ -72,6 +72,8 @@ def read_request(argv: Sequence[str] | None) -> "ExportRequest":
             parser.error(f"{flag}: an ONNX graph keeps its outputs; export a checkpoint")
     if onnx and options.encoder:
         parser.error("--encoder: training cannot start from an ONNX graph")
+    if onnx and options.adapter:
+        parser.error("--adapter: an ONNX graph keeps its weights; export a checkpoint")
     precisions = () if onnx else options.precisions or ("fp32", "int8")
     default = options.default_precision
     if default and default not in precisions:
@@ -106,6 +108,7 @@ def read_request(argv: Sequence[str] | None) -> "ExportRequest":
         outputs=tuple(options.output),
         states=options.states,
         attention=options.attention,
+        adapter=options.adapter,
     )
 
 

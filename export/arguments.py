@@ -74,6 +74,11 @@ def parser() -> argparse.ArgumentParser:
         "embedding reads the encoder alone of any checkpoint",
     )
     parser.add_argument(
+        "--adapter",
+        metavar="FOLDER",
+        help="a folder of the checkpoint with a LoRA adapter of peft, which is merged into the weights",
+    )
+    parser.add_argument(
         "--pooling",
         choices=[*get_args(PoolingMode), "none"],
         help="how the vectors of tokens become one, where no file of the checkpoint declares it; none for an ONNX "

@@ -56,6 +56,7 @@ class ExportRequest:
     outputs: names of an external graph's outputs, where they are not the usual ones
     states: whether the graphs give their last hidden states
     attention: whether to write a graph of the attention weights
+    adapter: a folder of the checkpoint with an adapter to merge, None for none
     """
 
     checkpoint: str
@@ -78,6 +79,7 @@ class ExportRequest:
     outputs: tuple[str, ...] = ()
     states: bool = False
     attention: bool = False
+    adapter: str | None = None
 
     @property
     def default_precision(self) -> str:

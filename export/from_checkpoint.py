@@ -67,7 +67,7 @@ def draft_bundle(
 
     Returns the request with the metadata of the checkpoint, too.
     """
-    source = read_source(request.checkpoint, request.task)
+    source = read_source(request.checkpoint, request.task, request.adapter)
     choose_pooling(request, source)
     of_encoder = request.encoder or request.states or request.attention
     if of_encoder and isinstance(source.model, StaticModel):
@@ -303,7 +303,7 @@ def describe_agreement(
 
 def write_encoder(request: ExportRequest, folder: Path, tokenizer: Path, show: Show) -> None:
     """Write the encoder of the exported checkpoint as a checkpoint of its own, in half precision."""
-    source = read_source(request.checkpoint, request.task)
+    source = read_source(request.checkpoint, request.task, request.adapter)
     with writer.replacing(folder) as partial:
         writer.save_encoder(partial, source.model.encoder, tokenizer, torch.float16)
         writer.save_provenance(partial, read_teachers(source.folder))

@@ -28,13 +28,13 @@ from model.checkpoints.sentence_config import (
     is_sentence_directory,
     read_all_modules,
 )
-from model.checkpoints.weight_files import ADAPTER, INDEX, PICKLE, SAFETENSORS
+from model.checkpoints.weight_files import ADAPTER_FILES, INDEX, PICKLE, SAFETENSORS
 from service.core.addresses import RemoteError, address
 from service.core.remote_files import copy, files_at
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 GLINER = "gliner_config.json"
-CONFIG_FILES = ("config.json", GLINER, METADATA, "heads.json", "provenance.json", ADAPTER)
+CONFIG_FILES = ("config.json", GLINER, METADATA, "heads.json", "provenance.json", *ADAPTER_FILES)
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.txt", "vocab.json", "merges.txt"),

@@ -14,6 +14,7 @@ import tokenizers
 import torch
 from torch import nn
 
+from model.checkpoints.adapters import merge_adapter
 from model.checkpoints.bge_heads import read_further_heads
 from model.checkpoints.errors import CheckpointError
 from model.checkpoints.gliclass import is_gliclass, load_gliclass
@@ -92,9 +93,15 @@ class Source:
     max_length: int
 
 
-def read_source(name: str | Path, task: Task | None = None) -> Source:
-    """Read a local directory or a hub name; task: see `read_heads`. Raises CheckpointError."""
+def read_source(name: str | Path, task: Task | None = None, adapter: str | None = None) -> Source:
+    """Read a local directory or a hub name. Raises CheckpointError.
+
+    task: see `read_heads`
+    adapter: a folder of the checkpoint with an adapter to merge into the weights
+    """
     folder = locate(name)
+    if adapter is not None:
+        folder = merge_adapter(folder, adapter)
     if static_folder(folder) is not None:
         return _static_source(folder, task)
     if not is_gliner(folder) and is_yes_no(folder, task):

@@ -17,7 +17,7 @@ from model.checkpoints.errors import CheckpointError
 
 SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
 INDEX = ".index.json"
-ADAPTER = "adapter_config.json"
+ADAPTER_FILES = ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 WEIGHT_FILES = (SAFETENSORS, SAFETENSORS + INDEX, PICKLE, PICKLE + INDEX)  # in the order of reading
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def weight_bytes(folder: Path) -> int:
 def read_tensors(folder: Path) -> State:
     """Return all tensors of a folder by their names. Raises CheckpointError naming the file."""
     path = find_weights(folder)
-    load = _load_safetensors if path.name.startswith(SAFETENSORS) else load_pickle
+    load = load_safetensors if path.name.startswith(SAFETENSORS) else load_pickle
     if not path.name.endswith(INDEX):
         return load(path)
     return _read_shards(path, load)
@@ -60,8 +60,8 @@ def refuse_adapter(folder: Path) -> None:
     """Raise CheckpointError where transformers would change the weights by an adapter of peft."""
     if (folder / ADAPTER).is_file():
         raise CheckpointError(
-            f"{folder / ADAPTER}: adapters are not supported: merge the adapter into the weights with peft's "
-            "merge_and_unload(), save the model, and use that directory"
+            f"{folder / ADAPTER}: an adapter next to the weights is not read: move its two files to a folder, "
+            "and export with --adapter FOLDER"
         )
 
 
@@ -129,7 +129,7 @@ def _check_shards(index: Path, shards: set[str]) -> None:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def _load_safetensors(path: Path) -> State:
+def load_safetensors(path: Path) -> State:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

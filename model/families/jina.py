@@ -1,7 +1,7 @@
 """Jina embeddings v3 (Sturua et al. 2024): XLM-R with rotary positions, for embeddings of up to 8,192 tokens.
 
-Post-norm, segments and heads as in XLM-R; rotary positions as in ModernBERT instead of a table. The adapters of its
-tasks are not part of a checkpoint: one is merged into the weights before export.
+Post-norm, segments and heads as in XLM-R; rotary positions as in ModernBERT instead of a table. An adapter of
+a task is merged into the weights (`model/checkpoints/adapters.py`).
 
 Shapes as in `model/bert.py`.
 """
@@ -82,5 +82,10 @@ JINA = replace(
         r"layers\.(\d+)\.attention\.qkv": [f"{LAYER}.mixer.Wqkv"],
         r"layers\.(\d+)\.attention\.output": [f"{LAYER}.mixer.out_proj"],
         r"layers\.(\d+)\.feed_forward\.up": [f"{LAYER}.mlp.fc1"],
+    },
+    module_names={
+        r"encoder\.(layers\.\d+)\.mixer\.Wqkv": [rf"\1.self_attn.{part}_proj" for part in "qkv"],
+        r"encoder\.(layers\.\d+)\.mixer\.out_proj": [r"\1.self_attn.o_proj"],
+        r"encoder\.(layers\.\d+\.mlp\.fc\d)": [r"\1"],
     },
 )

@@ -38,6 +38,8 @@ class Family:
     make_heads: Mapping[str, Callable[..., nn.Module]] = field(default_factory=dict)
     # The hub's names for the parameters of the pretraining heads.
     objectives: Mapping[str, str] = field(default_factory=dict)
+    # A tensor of the hub without `.weight`, as a pattern -> the modules of transformers that share its rows equally.
+    module_names: Stems = field(default_factory=dict)
     # The objective on two texts, used if `objectives` has a classifier for it.
     pair_objective: Pairs = "nsp"
     mask_rate: float = 0.15  # the share of tokens that pretraining masks

@@ -263,7 +263,9 @@ def open_call(request: HttpRequest, schema: type[R], body: object, deadline: flo
     context, settings = context_of(request.scope), service_of(request).settings
     valid = parse(schema, body, settings.max_inputs_per_request)
     refuse_long(valid, settings.max_characters_per_input)
-    engine = engine_of(request, valid.model, schema.unknown_model)
+    own = valid.task_model
+    model = own if own and engines_of(request).serves(own) else valid.model
+    engine = engine_of(request, model, schema.unknown_model)
     engine.acquire()
     context.on_finish.append(lambda _: engine.release())
     context.model, context.task, context.inputs = engine.id, schema.task, valid.size

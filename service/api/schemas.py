@@ -55,6 +55,11 @@ class Request(Strict):
     )
 
     @property
+    def task_model(self) -> str | None:
+        """The model of the request's task, which answers in place of `model` where it is served."""
+        return None
+
+    @property
     def wanted_heads(self) -> tuple[str, ...]:
         """The names of the requested heads; empty for the default."""
         return ()

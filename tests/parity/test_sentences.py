@@ -20,7 +20,7 @@ TOLERANCE = {"rtol": 0.0, "atol": 1e-4}
 TEXTS = [samples.text(words, seed=words) for words in (1, 3, 9, 20, 50, 200)]
 TEXTS.append("the <pad> <pad> sea [PAD] [PAD] at night")  # tokens of padding that are text
 PAIRS = [*zip(TEXTS, reversed(TEXTS), strict=True), (TEXTS[-1], TEXTS[-1])]
-BI = ("roberta", "distilbert", "mpnet", "modernbert", "nomic_bert", "gte")
+BI = ("roberta", "distilbert", "mpnet", "modernbert", "nomic_bert", "gte", "eurobert")
 CROSS = {"bert": torch.nn.Sigmoid(), "modernbert": torch.nn.Identity()}
 
 

@@ -86,8 +86,8 @@ class OpenAIEmbeddingRequest(InputRequest):
     ] = Field(
         None,
         alias="task",
-        description="Jina's: retrieval.query and retrieval.passage are the input types query and document; the"
-        " others are the default",
+        description="Jina's: the model MODEL-TASK answers if it is served, with the prompt of this name if it has one."
+        " retrieval.query and retrieval.passage are the input types query and document",
     )
     normalized: bool | None = Field(
         None, description="Jina's: scale vectors to length 1; as the head says when absent"
@@ -110,6 +110,10 @@ class OpenAIEmbeddingRequest(InputRequest):
     @property
     def format(self) -> str:
         return self.embedding_type or self.encoding_format or "float"
+
+    @property
+    def task_model(self) -> str | None:
+        return f"{self.model}-{self.jina_task}" if self.model and self.jina_task else None
 
 
 class OpenAIEmbeddingResponse(BaseModel):
@@ -138,11 +142,13 @@ async def embeddings(request: HttpRequest) -> Response:
     """One vector for each input."""
     call = await receive_call(request, OpenAIEmbeddingRequest)
     body = call.body
+    has_prompt = any(body.jina_task in head.prompts for head in call.engine.manifest.heads.values())
     task = Embedding(
         inputs=await input_texts(request, call, partial(tokens_of, request, call.engine)),
         normalize=body.normalized,
         dimensions=body.dimensions,
         truncate=body.truncate is not False,
+        prompt_name=body.jina_task if has_prompt else None,
         input_type=INPUT_TYPES.get(body.jina_task or ""),
         output_dtype=OUTPUT_DTYPES.get(body.format, "float"),
     )

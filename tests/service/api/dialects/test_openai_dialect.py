@@ -93,3 +93,22 @@ async def test_ids_of_the_models_own_tokenizer(client_with, engine):
     for part in ("check_embedding_ctx_length=False", "QUARTET_TIKTOKEN_FILE", "migrate_openai.md"):
         assert part in message
         assert part in line["advice"]
+
+
+async def test_model_of_a_task(client_with, engine, engines, monkeypatch):
+    """Jina's `task` selects the model with the name MODEL-TASK, and its prompt of this name; else the model itself."""
+    names = ["tiny"]
+    monkeypatch.setattr(engines, "serves", lambda name: name in names)
+    found = []
+    monkeypatch.setattr(engines, "get", lambda name, _: found.append(name) or engine)
+    body = {"input": "a", "model": "tiny", "task": "text-matching"}
+    head = engine.manifest.heads["embeddings"]
+    async with client_with() as client:
+        assert 200 == (await client.post("/v1/embeddings", json=body)).status_code
+        assert (["tiny"], None) == (found, engine.asked.prompt_name)
+        names.append("tiny-text-matching")
+        heads = {"embeddings": head.model_copy(update={"prompts": {"text-matching": "Match: "}})}
+        monkeypatch.setattr(engine, "manifest", SimpleNamespace(heads=heads))
+        assert 200 == (await client.post("/v1/embeddings", json=body)).status_code
+    assert ["tiny", "tiny-text-matching"] == found
+    assert "text-matching" == engine.asked.prompt_name
