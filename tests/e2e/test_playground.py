@@ -252,6 +252,32 @@ def test_entities_are_marked_within_the_text(page):
     assert texts(page, "#entities .prose") == [text]
 
 
+def test_entities_of_typed_labels(browser, server_url):
+    """Labels, threshold and nesting are sent; an entity is marked within another, and one that overlaps is not."""
+    text = "🚀 Bank of Rome in Rome"
+    spans = {"bank": (2, 14), "city": (10, 14), "place": (10, 22), "other city": (18, 22)}
+    entities = [
+        {"entity_group": label, "score": 0.8, "word": text[start:end], "start": start, "end": end}
+        for label, (start, end) in reversed(spans.items())
+    ]
+    page = browser.new_page()
+    heads = {"entities": {"task": "zero-shot-ner"}}
+    answer_with(page, "models", json={"models": [{"id": "labels@1", "heads": heads}]})
+    answer_with(page, "ner", json={"model": "labels@1", "head": "entities", "results": [entities]})
+    page.goto(server_url)
+    page.select_option("#labelled [name=threshold]", "0.3")
+    page.check("#labelled [name=nested]")
+    with page.expect_request("**/ner") as caught:
+        run(page, "labelled", inputs=text, labels="bank\ncity\n\nplace")
+    fields = {"labels": ["bank", "city", "place"], "threshold": 0.3, "nested": True}
+    assert {"inputs": text, "model": "labels@1", **fields} == caught.value.post_data_json
+    page.eval_on_selector_all(".entity-tag", "tags => tags.forEach(tag => tag.remove())")
+    assert ["Bank of Rome", "Rome", "Rome"] == texts(page, "#labelled .entity-text")
+    assert ["Rome"] == texts(page, "#labelled .entity .entity .entity-text")
+    assert [text] == texts(page, "#labelled .prose")
+    page.close()
+
+
 def test_best_answer_is_marked_in_the_context(page):
     """Answers are listed best first, the first is marked in its context."""
     context = "🌊 The harbour was dug in 1850. The lighthouse was built in 1861 by Ines Valdor."

@@ -35,7 +35,8 @@ const TASKS = {
     reads: of("zero-shot-ner"),
     path: "ner",
     empty: "The text will appear here with what your labels name marked.",
-    request: ({ inputs, labels }) => ({ inputs, labels: lines(labels) }),
+    request: ({ inputs, labels, threshold, nested }) =>
+      ({ inputs, labels: lines(labels), threshold: Number(threshold), nested }),
     show: showEntities,
   },
   answers: {
@@ -117,17 +118,22 @@ const MANY_LABELS = 8;
 
 const score = (value) => value.toFixed(3);
 
-// Offsets are code points, but a JavaScript string counts UTF-16 units: an emoji would shift what follows.
+// Marks each span of a text, and the spans within it. A span that overlaps an earlier one is left out. Offsets are code
+// points, but a JavaScript string counts UTF-16 units: an emoji would shift what follows.
 function highlight(text, spans, mark) {
   const points = Array.from(text);
-  const parts = [];
-  let at = 0;
-  for (const span of [...spans].sort((a, b) => a.start - b.start)) {
-    if (span.start < at || span.end <= span.start) continue;
-    parts.push(points.slice(at, span.start).join(""), mark(points.slice(span.start, span.end).join(""), span));
-    at = span.end;
-  }
-  return [...parts, points.slice(at).join("")];
+  const marked = (from, to, within) => {
+    const parts = [];
+    let at = from;
+    for (const span of within) {
+      if (span.start < at || span.end <= span.start) continue;
+      const inner = within.filter((other) => other !== span && span.start <= other.start && other.end <= span.end);
+      parts.push(points.slice(at, span.start).join(""), mark(marked(span.start, span.end, inner), span));
+      at = span.end;
+    }
+    return [...parts, points.slice(at, to).join("")];
+  };
+  return marked(0, points.length, [...spans].sort((a, b) => a.start - b.start || b.end - a.end));
 }
 
 function bar(value) {
@@ -160,12 +166,12 @@ function hue(label) {
   return `hue-${HUES[label] ?? 5 + spread % 3}`;
 }
 
-function entityMark(text, entity) {
+function entityMark(parts, entity) {
   const label = entity.entity_group ?? entity.entity.replace(/^[BI]-/, "");
   const title = `${label}, score ${score(entity.score)}`;
   const value = node("span", { className: "entity-score" }, entity.score.toFixed(2));
   return node("mark", { className: `entity ${hue(label)}`, title, dataset: { label } },
-    node("span", { className: "entity-text" }, text),
+    node("span", { className: "entity-text" }, ...parts),
     node("span", { className: "entity-tag" }, label, value));
 }
 
@@ -181,7 +187,7 @@ function showAnswers({ results: [answers] }, { context }) {
     scored("button", { type: "button", className: "choice" }, answer || "No answer in this context", value));
   const choose = (chosen) => {
     buttons.forEach((button, index) => button.setAttribute("aria-pressed", index === chosen));
-    const mark = (text) => node("mark", { className: "answer" }, text);
+    const mark = (parts) => node("mark", { className: "answer" }, ...parts);
     prose.replaceChildren(...highlight(context, answers.slice(chosen, chosen + 1), mark));
   };
   buttons.forEach((button, index) => button.addEventListener("click", () => {
