@@ -1,6 +1,6 @@
 """Throughput and latency of `/embed` through HTTP: packed against padded, batched against not, and the bare session.
 
-    python -m benchmarks.bench [--bundle DIR] [--mix news] [--rounds N] [--seconds N]
+    python -m benchmarks.bench [--bundle DIR] [--mix news] [--servers NAME ...] [--rounds N] [--seconds N]
 
 Six servers of the same weights (MiniLM, by default) are measured in interleaved rounds: the packed fp32 graph, the same
 without batching, the portable padded fp32 graph, the packed int8 graph; and both packed graphs with HTTP and inference
@@ -28,6 +28,7 @@ def main() -> None:
     parser = rounds.parser(__doc__, (1, 8, 32, 128, 256))
     parser.add_argument("--bundle", type=Path, help="a full bundle; MiniLM is exported by default")
     parser.add_argument("--mix", choices=traffic.MIXES, default="news", help="lengths of texts")
+    parser.add_argument("--servers", nargs="+", metavar="NAME", help="all by default")
     options = parser.parse_args()
     texts = traffic.texts(traffic.MIXES[options.mix])
     with tempfile.TemporaryDirectory() as folder:
@@ -37,7 +38,9 @@ def main() -> None:
         sizes = [len(encoding) for encoding in onnxruntime_baseline.encode(full, texts)]
         described = {"mix": options.mix, "count": len(texts), "mean_tokens": float(np.mean(sizes))}
         print(described)
-        chosen = [*variants(full, texts, scratch)]
+        chosen = list(variants(full, texts, scratch))
+        if options.servers:
+            chosen = [server for server in chosen if server.name in options.servers]
         rows = rounds.table(chosen, "embed", model, texts, scratch, options, weights=sizes)
         run_record.write({"texts": described, "contenders": rows}, options.out, model)
 
