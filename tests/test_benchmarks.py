@@ -93,9 +93,8 @@ async def test_open_loop():
     async with listening(ANSWER) as (port, seen):
         found = await open_loop(port, REQUESTS, rate=300, seconds=0.5, warm_s=0.1)
 
-    assert found.offered is not None
     assert 100 < found.requests < 200  # 150 on average, by Poisson's law
-    assert found.requests == found.offered * 0.5 < len(seen)
+    assert found.requests < len(seen)
     assert not found.others
     assert 0 < found.percentile(10) < 250
 
@@ -123,7 +122,6 @@ async def test_open_loop_waits_for_no_one():
         port = server.sockets[0].getsockname()[1]
         found = await open_loop(port, REQUESTS, rate=100, seconds=0.5, warm_s=0, most=4)
 
-    assert found.connections == 4
     assert (
         found.percentile(99) > 1000
     )  # four at a time, one in 0.3 s each: the last waits for seconds
@@ -132,7 +130,7 @@ async def test_open_loop_waits_for_no_one():
 @pytest.mark.e2e
 @pytest.mark.nightly
 @pytest.mark.exclusive
-def test_rounds(tiny_bundle, tmp_path):
+def test_rounds(tiny_bundle, tmp_path, capsys):
     """Each server is asked under each load in each round; one that cannot run is left out with its reason."""
     fp32 = servers.named("quartet fp32")
     command = [sys.executable, "-c", "raise SystemExit('no such model')"]
@@ -141,12 +139,9 @@ def test_rounds(tiny_bundle, tmp_path):
         replace(fp32, name="broken", command=lambda *_: command),
         replace(fp32, name="silent", calls={}),
     ]
-    said = []
     texts = ["Ada drew a comet.", "Ada"]
     options = {"connections": [1, 4], "rounds": 2, "seconds": 1.0}
-    tested = rounds.measure(
-        chosen, "embed", tiny_bundle, texts, tmp_path, say=said.append, **options
-    )
+    tested = rounds.measure(chosen, "embed", tiny_bundle, texts, tmp_path, **options)
     rows = rounds.summaries(tested)
 
     assert [len(windows) for windows in tested[0].closed.values()] == [2, 2]
@@ -158,12 +153,12 @@ def test_rounds(tiny_bundle, tmp_path):
     assert rows[2]["skipped"] == "does not offer it"
     loads = ["1 connections", "4 connections"]
     expected = [f"round {number} of 2: {load}" for number in (1, 2) for load in loads]
-    assert expected == [line for line in said if "round" in line]
+    assert expected == [line for line in capsys.readouterr().out.splitlines() if "round" in line]
 
 
 def test_answers_count_by_their_size(monkeypatch):
     """A rate counts responses of mean size, independent of the responses in the window."""
-    found = Measured(1, 2.0, np.full(3, 0.1), numbers=np.array([0, 1, 1]))
+    found = Measured(2.0, np.full(3, 0.1), numbers=np.array([0, 1, 1]))
     monkeypatch.setattr(rounds, "run_load", lambda _, load: (load.close(), (found, 0.6))[1])
     one = rounds.measure_closed(Running(0, None, 0.0), REQUESTS, np.array([0.5, 1.5]), 1, 2.0)
     assert (one.rate, one.cpu_ms) == (3.5 / 2, 200)

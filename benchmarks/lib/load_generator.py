@@ -21,19 +21,15 @@ WARM_MOST_S = 30.0  # for every connection to be answered once
 class Measured:
     """The answers of a window with status 200.
 
-    connections: open at the end
     latencies: in seconds
-    offered: requests per second that were sent, in an open loop
     others: the number of answers with another status, by status
-    cpu_s: CPU time of the generator itself
+    cpu_s: CPU time of the generator itself, in a closed loop
     numbers: the index of each answer's request, in a closed loop
-    lasted: seconds from the first request to the last
+    lasted: seconds from the first request to the last, in a closed loop
     """
 
-    connections: int
     seconds: float
     latencies: np.ndarray
-    offered: float | None = None
     others: Counter[int] = field(default_factory=Counter)
     cpu_s: float = 0.0
     numbers: np.ndarray | None = None
@@ -190,7 +186,6 @@ async def closed_loop(
         for connection in opened:
             connection.close()
     return Measured(
-        connections,
         seconds,
         np.asarray(latencies),
         others=others,
@@ -266,13 +261,10 @@ async def open_loop(
 
     growing: set[asyncio.Task[None]] = set()
     try:
-        before = 0.0
         for number, moment in enumerate(moments):
             due = begin - warm_s + moment
             if (pause := due - time.perf_counter()) > 0:
                 await asyncio.sleep(pause)
-            if moment >= warm_s and not before:
-                before = time.process_time()
             waiting.append((number % len(requests), due))
             while idle and idle[0].closed:
                 idle.popleft()
@@ -282,21 +274,11 @@ async def open_loop(
                 task = loop.create_task(grow())
                 growing.add(task)
                 task.add_done_callback(growing.discard)
-        cpu_s = time.process_time() - before
         if left:
             await asyncio.wait([done], timeout=patience_s)
     finally:
         for connection in everything:
             connection.close()
-    offered = float((moments >= warm_s).sum()) / seconds
     if unanswered := int((moments >= warm_s).sum()) - len(latencies) - sum(others.values()):
         others[REFUSED] += unanswered
-    return Measured(
-        len(everything),
-        seconds,
-        np.asarray(latencies),
-        offered,
-        others,
-        cpu_s,
-        lasted=warm_s + seconds,
-    )
+    return Measured(seconds, np.asarray(latencies), others)

@@ -2,8 +2,6 @@
 
 import platform
 import re
-import timeit
-from functools import cache
 from pathlib import Path
 
 from service.settings import usable_cores
@@ -23,22 +21,7 @@ def describe() -> dict[str, object]:
         "processor": first(r"model name\s*: (.*)", info),
         "flags": [flag for flag in FLAGS if flag in flags],
         "python": platform.python_version(),
-        "python_call_ns": round(python_call_ns()),
     }
-
-
-@cache
-def python_call_ns() -> float:
-    """Return the nanoseconds of a nested Python call, which differ between builds of Python. Measured once."""
-
-    def inner(one: int, two: int) -> int:
-        return one + two
-
-    def outer() -> int:
-        return inner(1, two=2)
-
-    number = 100_000
-    return min(timeit.repeat(outer, number=number, repeat=5)) / number * 1e9
 
 
 def first(pattern: str, text: str) -> str:

@@ -9,7 +9,7 @@ over the rounds. A ratio to the first server is computed within each round befor
 import argparse
 import json
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,7 +105,6 @@ def measure(
     weights: Sequence[float] | None = None,
     rounds: int = 5,
     seconds: float = 3.0,
-    say: Callable[[str], None] = print,
 ) -> list[Tested]:
     """Measure every server that offers the task, under every load, in every round.
 
@@ -120,7 +119,7 @@ def measure(
             if task not in server.calls:
                 result.skipped = "does not offer it"
                 continue
-            say(f"starting {server.name}")
+            print(f"starting {server.name}")
             try:
                 running = start(stack, server, model, scratch)
             except (Unavailable, StartError) as error:
@@ -134,7 +133,7 @@ def measure(
             contenders.append(Contender(server, running, requests, sizes / sizes.mean(), result))
         for number in range(rounds):
             for count in connections:
-                say(f"round {number + 1} of {rounds}: {count} connections")
+                print(f"round {number + 1} of {rounds}: {count} connections")
                 for one in contenders[:: 1 if number % 2 else -1]:
                     if one.result.skipped:
                         continue
