@@ -99,17 +99,59 @@ def test_a_mapped_label_that_no_row_has_is_an_error(settings, tmp_path):
         head_rows.read_training(HeadSettings(task="classification", train=train, **settings))
 
 
+TEXTS, VECTORS = {"task": "classification"}, {"task": "embedding"}
+MAPPED = {**TEXTS, "label_map": {"a": "b"}}
+SPARSE = {"task": "sparse-embedding"}
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"task": "ner"}, "label_map and drop_labels require classification with a single label"),
-        ({"problem_type": "regression"}, "require classification with a single label"),
-        ({"drop_labels": ["a"]}, "label_map and drop_labels both contain 'a'"),
+        (
+            {**MAPPED, "task": "ner"},
+            "label_map and drop_labels require classification with a single label",
+        ),
+        ({**MAPPED, "problem_type": "regression"}, "require classification with a single label"),
+        ({**MAPPED, "drop_labels": ["a"]}, "label_map and drop_labels both contain 'a'"),
+        (
+            {"task": "ner", "join_sentences": 0},
+            "join_sentences: Input should be greater than or equal to 1, not 0",
+        ),
+        ({"task": "qa", "join_sentences": 2}, "join_sentences: for ner"),
+        ({"task": "ner", "class_weights": "balanced"}, "class_weights: for classification"),
+        (
+            {**TEXTS, "problem_type": "regression", "class_weights": {"a": 2.0}},
+            "class_weights: for class",
+        ),
+        ({**TEXTS, "class_weights": "equal"}, "class_weights: 'equal' is none of balanced"),
+        ({**TEXTS, "class_weights": {"a": 0.0}}, "class_weights: 0.0 of 'a' is not above 0"),
+        ({**VECTORS, "loss": "mse"}, "loss: 'mse' is none of cosent, cosine"),
+        ({**VECTORS, "contrast": "hard"}, "contrast: 'hard' is none of ranking, triplet"),
+        (
+            {**VECTORS, "distance": "manhattan"},
+            "distance: 'manhattan' is none of euclidean, cosine",
+        ),
+        ({**VECTORS, "scale": 0.0}, "scale: Input should be greater than 0, not 0.0"),
+        ({**VECTORS, "margin": -1.0}, "margin: Input should be greater than 0, not -1.0"),
+        ({"task": "late-interaction"}, "task: heads of late-interaction are not trained here"),
+        (
+            {**SPARSE, "flops_ramp": -0.1},
+            "flops_ramp: Input should be .* than or equal to 0, not -0.1",
+        ),
+        (
+            {**SPARSE, "flops_ramp": 1.1},
+            "flops_ramp: Input should be .* than or equal to 1, not 1.1",
+        ),
+        (
+            {**SPARSE, "flops": -1.0},
+            r"flops: Input should be greater than or equal to 0, not -1\.0",
+        ),
     ],
 )
-def test_label_maps_are_checked(settings, message):
+def test_settings_are_checked(settings, message):
+    """A setting of another task, a value out of range and an unknown word are refused by name."""
     with pytest.raises(ValueError, match=message):
-        HeadSettings(**{"task": "classification", "train": [], "label_map": {"a": "b"}, **settings})
+        HeadSettings(train=[], **settings)
 
 
 def test_adjacent_sentences_are_joined_to_more_rows(tmp_path):
@@ -130,21 +172,6 @@ def test_adjacent_sentences_are_joined_to_more_rows(tmp_path):
     assert found[len(singles) + 1].where == f"{files[0]}:7"
     (three,) = head_rows.join_sentences(found[5:8], 4)
     assert three.text == "b0 . b1 . b2 ."
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"task": "ner", "join_sentences": 0},
-            "join_sentences: Input should be greater than or equal to 1, not 0",
-        ),
-        ({"task": "qa", "join_sentences": 2}, "join_sentences: for ner"),
-    ],
-)
-def test_joining_is_for_sentences(settings, message):
-    with pytest.raises(ValueError, match=message):
-        HeadSettings(train=[], **settings)
 
 
 def weighted(settings: HeadSettings, labels: Sequence[str]) -> tuple[Head, list[ExampleStream]]:
@@ -184,21 +211,6 @@ def test_classes_of_several_labels_are_balanced():
     weights = examples.class_weights(settings, head, drawable)
 
     assert [3.0, 1.0] == weights.tolist()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"task": "ner", "class_weights": "balanced"}, "class_weights: for classification"),
-        ({"problem_type": "regression", "class_weights": {"a": 2.0}}, "class_weights: for class"),
-        ({"class_weights": "equal"}, "class_weights: 'equal' is none of balanced"),
-        ({"class_weights": {"a": 0.0}}, "class_weights: 0.0 of 'a' is not above 0"),
-    ],
-)
-def test_class_weights_are_checked(settings, message):
-    """Weights of other tasks, unknown words and weights of 0 are refused by name."""
-    with pytest.raises(ValueError, match=message):
-        HeadSettings(**{"task": "classification", "train": [], **settings})
 
 
 def test_a_weight_of_an_unknown_label_is_an_error():
@@ -428,20 +440,12 @@ def test_an_answer_within_a_token_is_that_token(encoder):
     assert "om" in text_of(span, encoded.windows[0], context)
 
 
-def test_a_question_without_answer_is_null_everywhere(narrow):
-    """Both ends at [CLS]."""
+@pytest.mark.parametrize("answers", [(), ((CONTEXT, 0),)], ids=["none", "longer than any window"])
+def test_an_answer_that_no_window_holds_is_null(answers, narrow):
+    """Both ends at [CLS], in every window."""
     (encoded,) = narrow.questions(["Who?"], [CONTEXT], stride=8)
-    spans = examples.answer_tokens(QuestionRow("here", "Who?", CONTEXT, ()), encoded.windows)
+    spans = examples.answer_tokens(QuestionRow("here", "Who?", CONTEXT, answers), encoded.windows)
     assert np.asarray(spans).tolist() == [[0, 0]] * len(encoded.windows)
-
-
-def test_an_answer_longer_than_any_window_is_null(narrow):
-    """No window holds it whole."""
-    (encoded,) = narrow.questions(["Who?"], [CONTEXT], stride=8)
-    spans = examples.answer_tokens(
-        QuestionRow("", "Who?", CONTEXT, ((CONTEXT, 0),)), encoded.windows
-    )
-    assert not np.any(spans)
 
 
 def test_an_answer_that_stands_elsewhere_is_an_error(encoder):
@@ -656,28 +660,6 @@ def test_a_gradient_through_equal_texts_is_finite(distance):
     assert torch.isfinite(vectors.grad).all()
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"loss": "mse"}, "loss: 'mse' is none of cosent, cosine"),
-        ({"contrast": "hard"}, "contrast: 'hard' is none of ranking, triplet"),
-        ({"distance": "manhattan"}, "distance: 'manhattan' is none of euclidean, cosine"),
-        ({"scale": 0.0}, "scale: Input should be greater than 0, not 0.0"),
-        ({"margin": -1.0}, "margin: Input should be greater than 0, not -1.0"),
-    ],
-)
-def test_settings_of_a_loss_are_checked(settings, message):
-    """Before anything is read."""
-    with pytest.raises(ValueError, match=message):
-        HeadSettings(task="embedding", train=[], **settings)
-
-
-def test_late_interaction_is_not_trained():
-    """The task is refused by name."""
-    with pytest.raises(ValueError, match="task: heads of late-interaction are not trained here"):
-        HeadSettings(task="late-interaction", train=[])
-
-
 def test_a_triplet_needs_a_negative():
     """The error names the first row that has none; scored pairs and ranking need none."""
     found = [
@@ -751,23 +733,11 @@ def test_flops_regularizer_rises(ramp, progress, expected):
     assert 2.0 * expected == losses.FlopsRegularizer(2.0, ramp).weight_at(progress)
 
 
-@pytest.mark.parametrize("ramp", [-0.1, 1.1])
-def test_flops_ramp_is_a_share(ramp):
-    with pytest.raises(
-        ValueError, match=rf"flops_ramp: Input should be .* than or equal to [01], not {ramp}"
-    ):
-        HeadSettings(task="sparse-embedding", train=[], flops_ramp=ramp)
-
-
 def test_a_sparse_head_knows_the_vocabulary():
     """Its description has the size of the encoder's vocabulary and the activation."""
     settings = HeadSettings(task="sparse-embedding", train=[])
     head = examples.describe(settings, [], hidden_size=32, vocab_size=600)
     assert (600, "relu") == (head.vocabulary_size, head.sparse and head.sparse.activation)
-    with pytest.raises(
-        ValueError, match=r"flops: Input should be greater than or equal to 0, not -1\.0"
-    ):
-        HeadSettings(task="sparse-embedding", train=[], flops=-1.0)
 
 
 def test_pairs_of_one_score_have_nothing_to_learn():

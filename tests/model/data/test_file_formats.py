@@ -127,13 +127,6 @@ def test_parquet(tmp_path, task, monkeypatch):
     assert without_places(labelled_rows.read(path, task)) == EXPECTED[task]
 
 
-def test_parquet_by_name_only(tmp_path):
-    path = tmp_path / "a.parquet"
-    path.write_text("text,label\n")
-    with pytest.raises(DataError, match=r"a\.parquet: not a Parquet file"):
-        labelled_rows.read(path, "classification")
-
-
 # -- tables ---------------------------------------------------------------------------------------
 
 
@@ -256,27 +249,6 @@ def _value(label: str) -> Any:
     return json.loads(label.lower()) if label.lower() in ("true", "false", "0", "1") else label
 
 
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        (["a,b,0", "c,d,2"], "a.csv:3: the label '2' is neither .* similarities in a column score"),
-        (["a,b,same", "c,d,1"], "a.csv:2: the label 'same' is neither"),
-        (["a,b,0.5", "c,d,x"], "a.csv:2: the label '0.5' is neither"),
-        (["a,b,0", "c,d,0"], r"a.csv: no rows but pairs with the label '0' \(2 rows\)"),
-        (["a,b,1", "c,d,"], "a.csv:3: no label"),
-    ],
-)
-def test_wrong_labels_of_pairs(tmp_path, lines, message):
-    with pytest.raises(DataError, match=message):
-        read(tmp_path / "a.csv", "\n".join(["text,text_pair,label", *lines]), "embedding")
-
-
-def test_a_pair_without_a_score(tmp_path):
-    text = "text,text_pair,label,score\na,b,x,1\nc,d,x,\ne,f,x,2\n"
-    with pytest.raises(DataError, match=r"a\.csv:3: no score"):
-        read(tmp_path / "a.csv", text, "embedding")
-
-
 def test_numbers_in_cells(tmp_path):
     """A label of a regression is a number; so is one of pairs with fractions."""
     found = read(tmp_path / "a.csv", "text,label\na,2.5\nb,3\n", "classification", "regression")
@@ -373,26 +345,6 @@ def test_spans_that_cut_words(tmp_path, caplog):
     assert caplog.messages == [f"{tmp_path / 'a.jsonl'}:1: the entity 'Paris' (0-5) cuts a word"]
 
 
-@pytest.mark.parametrize(
-    ("entities", "message"),
-    [
-        ([[0, 9, "X"]], r"an entity may not be \[0, 9, 'X'\]: .*the 7 characters"),
-        ([[2, 2, "X"]], "an entity may not be"),
-        ([[3, 4, "X"]], "an entity may not be"),
-        ([{"start": 0, "end": 3}], r"an entity may not be \[0, 3, None\]"),
-        (
-            [{"start": 1, "end": 3, "label": "X", "text": "Ada"}],
-            "the entity 'Ada' is not at 1-3, where 'da' is: offsets count code points",
-        ),
-        ([[0, 3, "X"], [2, 5, "Y"]], r"the entities 'Ada' \(0-3\) and 'a s' \(2-5\) overlap"),
-    ],
-)
-def test_wrong_spans(tmp_path, entities, message):
-    text = json.dumps({"text": "Ada sat", "entities": entities})
-    with pytest.raises(DataError, match=rf"a\.jsonl:1: {message}"):
-        read(tmp_path / "a.jsonl", text, "ner")
-
-
 def choices(*names: str, **annotation: bool) -> dict[str, Any]:
     """Return a task of Label Studio."""
     values = [{"value": {"choices": [name]}, "type": "choices"} for name in names]
@@ -464,12 +416,6 @@ def test_rejected_rows_of_a_table(tmp_path):
     assert row.answers == (("reject", 3),)
 
 
-def test_results_of_another_kind(tmp_path):
-    """Choices are no entities: training on them would learn that no word is one."""
-    with pytest.raises(DataError, match=r"row 1: no result has labels, which ner needs: .*choices"):
-        read(tmp_path / "a.json", json.dumps([choices("x")]), "ner")
-
-
 # -- errors ---------------------------------------------------------------------------------------
 
 
@@ -539,32 +485,6 @@ def test_a_wrong_file(tmp_path, name, content, message):
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("number", ["2,5", "nan", "inf", "high"])
-def test_a_wrong_number(tmp_path, number):
-    """The message has the file's own name of the column."""
-    with pytest.raises(DataError, match=rf"a\.csv:2: Score may not be '{number}'"):
-        read(tmp_path / "a.csv", f'text,Score\na,"{number}"\n', "classification", "regression")
-
-
-def test_a_number_in_json_that_is_none(tmp_path):
-    text = '{"text": "a", "score": NaN}'
-    with pytest.raises(DataError, match=r"a\.jsonl:1: score may not be nan"):
-        read(tmp_path / "a.jsonl", text, "classification", "regression")
-
-
-def test_columns_of_a_file_without_columns(tmp_path):
-    path = tmp_path / "a.conll"
-    path.write_text("Ada O\n")
-    with pytest.raises(DataError, match="has no named columns"):
-        labelled_rows.read(f"{path}?tokens=a&tags=b", "ner")
-
-
-@pytest.mark.parametrize("data", ['[{"paragraphs": [3]}]', '[{"paragraphs": 3}]'])
-def test_a_wrong_squad_file(tmp_path, data):
-    with pytest.raises(DataError, match=r"a\.json: (data|paragraphs) (must|may not) be"):
-        read(tmp_path / "a.json", f'{{"data": {data}}}', "qa")
-
-
 @pytest.mark.parametrize("flag", [False, 0, "false", "False", "0", None, True, 1, "true", "TRUE"])
 def test_a_question_that_is_impossible(tmp_path, flag):
     """The flag is read as the value that it says, also as text; anything else is refused."""
@@ -586,6 +506,94 @@ def test_an_empty_answer(tmp_path):
     row["answers"] = {"text": ["a"], "answer_start": [-1]}
     with pytest.raises(DataError, match="the answer 'a' may not start at -1"):
         read(tmp_path / "b.jsonl", json.dumps(row), "qa")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "task", "message"),
+    [
+        ("a.parquet", "text,label", "classification", r"a\.parquet: not a Parquet file"),
+        (
+            "a.jsonl",
+            '{"text": "a", "score": NaN}',
+            "regression",
+            r"a\.jsonl:1: score may not be nan",
+        ),
+        ("a.conll", "Ada O", "ner", "has no named columns"),
+        # Choices are no entities: training on them would learn that no word is one.
+        (
+            "a.json",
+            json.dumps([choices("x")]),
+            "ner",
+            "row 1: no result has labels, which ner needs: .*choices",
+        ),
+        *(
+            (
+                "a.json",
+                f'{{"data": [{{"paragraphs": {data}}}]}}',
+                "qa",
+                r"a\.json: (data|paragraphs) (must|may not) be",
+            )
+            for data in ("[3]", "3")
+        ),
+        *(
+            (
+                "a.csv",
+                f'text,Score\na,"{number}"',
+                "regression",
+                rf"a\.csv:2: Score may not be '{number}'",
+            )
+            for number in ("2,5", "nan", "inf", "high")
+        ),
+        *(
+            ("a.csv", f"text,text_pair,label\n{lines}", "embedding", message)
+            for lines, message in (
+                (
+                    "a,b,0\nc,d,2",
+                    "a.csv:3: the label '2' is neither .* similarities in a column score",
+                ),
+                ("a,b,same\nc,d,1", "a.csv:2: the label 'same' is neither"),
+                ("a,b,0.5\nc,d,x", "a.csv:2: the label '0.5' is neither"),
+                ("a,b,0\nc,d,0", r"a.csv: no rows but pairs with the label '0' \(2 rows\)"),
+                ("a,b,1\nc,d,", "a.csv:3: no label"),
+            )
+        ),
+        (
+            "a.csv",
+            "text,text_pair,label,score\na,b,x,1\nc,d,x,\ne,f,x,2",
+            "embedding",
+            r"a\.csv:3: no score",
+        ),
+        *(
+            (
+                "a.jsonl",
+                json.dumps({"text": "Ada sat", "entities": entities}),
+                "ner",
+                rf"a\.jsonl:1: {message}",
+            )
+            for entities, message in (
+                ([[0, 9, "X"]], r"an entity may not be \[0, 9, 'X'\]: .*the 7 characters"),
+                ([[2, 2, "X"]], "an entity may not be"),
+                ([[3, 4, "X"]], "an entity may not be"),
+                ([{"start": 0, "end": 3}], r"an entity may not be \[0, 3, None\]"),
+                (
+                    [{"start": 1, "end": 3, "label": "X", "text": "Ada"}],
+                    "the entity 'Ada' is not at 1-3, where 'da' is: offsets count code points",
+                ),
+                (
+                    [[0, 3, "X"], [2, 5, "Y"]],
+                    r"the entities 'Ada' \(0-3\) and 'a s' \(2-5\) overlap",
+                ),
+            )
+        ),
+    ],
+)
+def test_wrong_values(tmp_path, name, text, task, message):
+    """What a task cannot read is refused with the file's own name of the column."""
+    kind = ("classification", "regression") if task == "regression" else (task,)
+    (tmp_path / name).write_text(text)
+    query = "?tokens=a&tags=b" if name == "a.conll" else ""
+    with pytest.raises(DataError, match=message):
+        labelled_rows.read(f"{tmp_path / name}{query}", *kind)
 
 
 # -- the tables of the documentation --------------------------------------------------------------

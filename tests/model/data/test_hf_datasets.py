@@ -129,17 +129,6 @@ def test_pairs_may_be_scored(tmp_path, score):
     assert [0.0, 1.0, 0.25] == [row.score for row in found]
 
 
-def test_anchors_have_positives_and_negatives(tmp_path):
-    names = ("anchor", "positive", "negative_1", "negative_2")
-    folder = parquet(
-        tmp_path / "set", dict.fromkeys(names, STRING), dict(zip(names, "apnm", strict=True))
-    )
-    name = f"hub:{folder}/train"
-    assert [Similar(f"{name}: row 0", ("a", "p"), None, ("n", "m"))] == labelled_rows.read(
-        name, "embedding"
-    )
-
-
 @pytest.mark.parametrize("tags", ["ner_tags", "tags"])
 def test_tokens_have_the_names_of_their_tags(tmp_path, tags):
     """IOB1 becomes BIO, as it does from files."""

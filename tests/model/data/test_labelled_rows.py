@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from model.data import labelled_rows
-from model.data.labelled_rows import DataError, QuestionRow, Similar, Text
+from model.data.labelled_rows import DataError, Similar, Text
 
 
 def write(path: Path, *lines: object) -> Path:
@@ -121,6 +121,7 @@ def test_two_columns_of_tags(tmp_path):
         (["Bonn B-LOC", "10 000 O"], "a.conll:2: 3 columns, and line 1 has 2"),
         (["Bonn B-LOC", "won"], "a.conll:2: not a token and its tag .*: 'won'"),
         (["Bonn LOC", "won O"], "a.conll:1: not a token and its tag"),
+        ([""], "no rows"),
     ],
 )
 def test_wrong_columns(tmp_path, lines, message):
@@ -180,27 +181,6 @@ def test_every_entity_begins_with_b(tags, bio):
     assert labelled_rows.to_bio(tags.split()) == bio.split()
 
 
-def test_a_question_may_have_no_answer(tmp_path):
-    """SQuAD 2.0 says is_impossible, and may give plausible answers that are wrong."""
-    wrong = [{"text": "Ada", "answer_start": 0}]
-    path = squad(
-        tmp_path / "a.json",
-        {"id": "1", "question": "Who?", "answers": wrong},
-        {"id": "2", "question": "Why?", "is_impossible": True, "answers": wrong},
-    )
-    assert labelled_rows.read(path, "qa") == [
-        QuestionRow(f"{path}: question '1'", "Who?", "Ada drew it.", (("Ada", 0),)),
-        QuestionRow(f"{path}: question '2'", "Why?", "Ada drew it.", ()),
-    ]
-
-
-def test_similarity_goes_from_0_to_1(tmp_path):
-    """A file's lowest and highest scores are 0 and 1, whatever scale it has."""
-    pair = {"text": "a", "text_pair": "b"}
-    path = write(tmp_path / "a.jsonl", *({**pair, "score": score} for score in (1, 5, 2)))
-    assert [row.score for row in labelled_rows.read(path, "embedding")] == [0.0, 1.0, 0.25]
-
-
 def test_scores_have_to_vary(tmp_path):
     """Equal scores are refused, because they do not say whether the pairs are alike."""
     pair = {"text": "a", "text_pair": "b", "score": 5}
@@ -240,33 +220,6 @@ def test_anchors_have_a_positive_and_any_negatives(tmp_path):
     assert {(row.texts, row.score) for row in found} == {(("a", "p"), None)}
 
 
-def test_a_table_has_its_columns_named(tmp_path):
-    """Quotation marks are text, an empty cell is no field, and columns of other names do not matter."""
-    path = write(
-        tmp_path / "a.tsv", "source\tanchor\tpositive\tnegative", 'news\ta "b"\tp\tn', "\tc\tq\t"
-    )
-    assert labelled_rows.read(path, "embedding") == [
-        Similar(f"{path}:2", ('a "b"', "p"), None, ("n",)),
-        Similar(f"{path}:3", ("c", "q"), None),
-    ]
-
-
-def test_tables_hold_texts_pairs_and_scores(tmp_path):
-    """For every task whose rows are objects; packed, too."""
-    labels = write(tmp_path / "a.tsv", "text\ttext_pair\tlabel", "a\tb\tx", "c\t\t1")
-    assert labelled_rows.read(labels, "classification") == [
-        Text(f"{labels}:2", "a", "b", ("x",)),
-        Text(f"{labels}:3", "c", None, ("1",)),
-    ]
-    scores = tmp_path / "b.tsv.gz"
-    scores.write_bytes(gzip.compress(b"text\ttext_pair\tscore\na\tb\t2.5\r\n\nc\td\t5\n"))
-    assert [row.score for row in labelled_rows.read(scores, "classification", "regression")] == [
-        2.5,
-        5.0,
-    ]
-    assert [row.score for row in labelled_rows.read(scores, "embedding")] == [0.0, 1.0]
-
-
 PACKED = gzip.compress(b'{"text": "a", "label": "x"}\n' * 9, mtime=0)
 
 
@@ -291,8 +244,6 @@ def test_a_damaged_file_is_named(tmp_path, name, content, reason):
 @pytest.mark.parametrize(
     ("lines", "reason"),
     [
-        (["anchor\tpositive", "a\tp\tn"], "t.tsv:2: 3 columns, and the first line names 2"),
-        (["anchor\tpositive", "a"], "t.tsv:2: 1 columns, and the first line names 2"),
         (
             ["a\tp", "b\tq"],
             "t.tsv:1: .* no text .*the columns are a, p. Say which is which: 'FILE.text=COLUMN&",
@@ -347,9 +298,3 @@ def test_errors_name_the_question(tmp_path):
     )
     with pytest.raises(DataError, match="question 'q7': no answer_start"):
         labelled_rows.read(path, "qa")
-
-
-def test_a_file_without_rows_is_an_error(tmp_path):
-    """Nothing to learn from is never what was meant."""
-    with pytest.raises(DataError, match="no rows"):
-        labelled_rows.read(write(tmp_path / "a.conll", ""), "ner")
