@@ -5,17 +5,11 @@
 
 import asyncio
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
-
-from service.api.app import create_app
 from service.api.openapi import EXAMPLES, REQUESTS
-from service.observability.metrics import Metrics
-from service.processes.single_process import open_local_engines
-from service.settings import Settings
+from tests.served import app_of, living
 
 ROOT = Path(__file__).parent.parent
 BUNDLE = ROOT / "bundles" / "quartet-mini"
@@ -32,15 +26,8 @@ PAGES = ("/models", "/health/live", "/health/ready")
 
 async def collect() -> dict[str, dict[str, Any]]:
     """Return the response of the service to each example request, by route and name."""
-    metrics = Metrics()
-    settings = Settings(bundles=[BUNDLE], provider="cpu")
-    app = create_app(settings, partial(open_local_engines, metrics), metrics)
-    transport = httpx.ASGITransport(app=app)
     found: dict[str, dict[str, Any]] = {}
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://quartet") as client,
-    ):
+    async with living(app_of(BUNDLE, threads=None)) as client:
         for path, request in REQUESTS.items():
             bodies = {} if path in UNANSWERED else EXAMPLES[request]
             replies = {name: await client.post(path, json=body) for name, body in bodies.items()}

@@ -3,18 +3,13 @@
 import asyncio
 import json
 import re
-from functools import partial
 from pathlib import Path
 
-import httpx
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from service.api.app import create_app
-from service.observability.metrics import Metrics
-from service.processes.single_process import open_local_engines
-from service.settings import Settings
+from tests.served import app_of, living
 from tests.test_docs import slugs
 
 ROOT = Path(__file__).parent.parent
@@ -60,14 +55,7 @@ def samples(tiny_bundle):
     """The metrics of a service that has answered a request."""
 
     async def scrape():
-        metrics = Metrics()
-        settings = Settings(bundles=[tiny_bundle])
-        app = create_app(settings, partial(open_local_engines, metrics), metrics)
-        transport = httpx.ASGITransport(app=app)
-        async with (
-            app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=transport, base_url="http://quartet") as client,
-        ):
+        async with living(app_of(tiny_bundle)) as client:
             await client.post("/embed", json={"inputs": "Ada"})
             return (await client.get("/metrics")).text
 

@@ -22,9 +22,6 @@ from model.data.labelled_rows import Text
 from service.core import decode
 from service.core.encode import Encoder
 from service.engines.engine import EngineTask
-from service.observability.metrics import Metrics
-from service.processes.single_process import open_local_engines
-from service.settings import Settings
 from service.tasks.classification import Classification
 from service.tasks.embedding import Embedding
 from service.tasks.reranking import Reranking
@@ -32,6 +29,7 @@ from tests import hub, samples
 from tests.conftest import run_export
 from tests.e2e.conftest import serving
 from tests.json_files import edit_json
+from tests.served import engine_of
 from tests.service.fakes import ticket
 from tests.tiny import perturb
 
@@ -49,9 +47,8 @@ def compute(bundle: Path, precision: str, *tasks: EngineTask[Any]) -> list[Seque
     """Return the results of each task, or the scores of a ranking."""
 
     async def run() -> list[Sequence[Any]]:
-        settings = Settings(bundles=(bundle,), provider="cpu", threads=1, precision=precision)
-        async with open_local_engines(Metrics(), settings) as engines:
-            engine, found = engines.get(None), []
+        async with engine_of(bundle, precision=precision) as engine:
+            found = []
             for task in tasks:
                 reply = await engine.answer(task, ticket(), ())
                 scores = hasattr(task, "scores")

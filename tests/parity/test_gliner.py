@@ -22,15 +22,13 @@ from service.core.encode import Encoder
 from service.core.labelled_entities import label_windows, labelled_entities, word_ids
 from service.engines.engine import Engine, Reply
 from service.errors import InvalidInput, QuartetError, TooLarge
-from service.observability.metrics import Metrics
-from service.processes.single_process import open_local_engines
-from service.settings import Settings
 from service.tasks.entity_recognition import EntityRecognition
 from service.tasks.labelled_entities import LabelledEntities
 from tests.conftest import run_export
 from tests.e2e.conftest import serving
 from tests.json_files import edit_json
 from tests.parity.gliner_checkpoints import CASES, LABELS, RECORDED, TEXTS, THRESHOLDS, save
+from tests.served import engine_of
 from tests.service.fakes import ticket
 
 ALL = json.loads(RECORDED.read_text(encoding="utf-8"))
@@ -68,9 +66,7 @@ def compute(bundle: Path, *tasks: Any, **settings: Any) -> list[Reply[Any] | Qua
             return error
 
     async def run_all() -> list[Reply[Any] | QuartetError]:
-        options = Settings(bundles=(bundle,), provider="cpu", threads=1, **settings)
-        async with open_local_engines(Metrics(), options) as engines:
-            engine = engines.get(None)
+        async with engine_of(bundle, **settings) as engine:
             return [*await asyncio.gather(*(run(engine, task) for task in tasks))]
 
     return asyncio.run(run_all())

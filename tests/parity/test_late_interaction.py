@@ -27,14 +27,12 @@ from model.families.registry import FAMILIES
 from service.core import decode
 from service.core.decode import Floats
 from service.core.encode import Encoder
-from service.observability.metrics import Metrics
-from service.processes.single_process import open_local_engines
-from service.settings import Settings
 from service.tasks.late_interaction import LateInteractionRanking, expanded, settings_of
 from tests import hub, samples
 from tests.conftest import run_export
 from tests.e2e.conftest import serving
 from tests.json_files import edit_json, editing
+from tests.served import engine_of
 from tests.service.fakes import ticket
 
 HEAD = "late-interaction"
@@ -346,11 +344,7 @@ async def test_exported(model_type, expansion, tmp_path):
     limits = {"fp32": 1e-5, "int8": 1.0}
 
     for precision, limit in limits.items():
-        settings = Settings(
-            bundles=(tmp_path / "bundle",), provider="cpu", threads=1, precision=precision
-        )
-        async with open_local_engines(Metrics(), settings) as engines:
-            engine = engines.get(None)
+        async with engine_of(tmp_path / "bundle", precision=precision) as engine:
             for number, query in enumerate(QUERIES):
                 task = LateInteractionRanking(query=query, documents=DOCUMENTS, truncate=True)
                 reply = await engine.answer(task, ticket())

@@ -19,9 +19,6 @@ from model.families.registry import PRETRAINABLE
 from service.core import decode
 from service.core.encode import Encoder
 from service.engines.engine import Engine, EngineTask
-from service.observability.metrics import Metrics
-from service.processes.single_process import open_local_engines
-from service.settings import Settings
 from service.tasks.analysis import Analysis
 from service.tasks.late_interaction import LateInteractionRanking, TokenEmbedding
 from service.tasks.reranking import HybridRanking
@@ -31,6 +28,7 @@ from tests import hub, samples
 from tests.conftest import run_export
 from tests.e2e.conftest import serving
 from tests.json_files import edit_json
+from tests.served import engine_of
 from tests.service.fakes import ticket
 
 TEXTS = [
@@ -46,9 +44,7 @@ def compute(bundle: Path, precision: str, *tasks: EngineTask[Any]) -> list[list[
     """Return the results of each task, or the scores of a ranking."""
 
     async def run() -> list[list[Any]]:
-        settings = Settings(bundles=(bundle,), provider="cpu", threads=1, precision=precision)
-        async with open_local_engines(Metrics(), settings) as engines:
-            engine = engines.get(None)
+        async with engine_of(bundle, precision=precision) as engine:
             return [await results(engine, task) for task in tasks]
 
     return asyncio.run(run())

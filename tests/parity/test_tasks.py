@@ -16,9 +16,6 @@ from service.core.decode import SparseVector
 from service.core.manifest import Head, LateInteraction, Sparse
 from service.engines.engine import Engine, EngineTask, Reply
 from service.errors import InvalidInput, UnknownHead
-from service.observability.metrics import Metrics
-from service.processes.single_process import open_local_engines
-from service.settings import Settings
 from service.tasks.analysis import TASKS, Analysis
 from service.tasks.classification import Classification
 from service.tasks.embedding import Embedding
@@ -31,6 +28,7 @@ from service.tasks.sparse_embedding import SparseEmbedding, SparseRanking
 from service.tasks.zero_shot import ZeroShot
 from tests import samples
 from tests.conftest import run_export
+from tests.served import engine_of
 from tests.service.fakes import ticket
 from tests.tiny import make_tiny
 
@@ -221,11 +219,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["fp32", "int8"])
 async def engine(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Engine]:
-    settings = Settings(
-        bundles=(folder / "bundle",), provider="cpu", threads=1, precision=request.param
-    )
-    async with open_local_engines(Metrics(), settings) as engines:
-        yield engines.get(None)
+    async with engine_of(folder / "bundle", precision=request.param) as engine:
+        yield engine
 
 
 async def results(engine: Engine, case: Case, texts: Sequence[str], **options: Any) -> list[Any]:

@@ -2,7 +2,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 
 import httpx
 import pytest
@@ -17,6 +17,7 @@ from service.observability.logs import add_names
 from service.observability.metrics import Metrics
 from service.settings import Settings
 from service.variables import PREFIX
+from tests.served import living
 from tests.service.fakes import FakeEngine, FakeEngines
 
 
@@ -72,17 +73,6 @@ def engines(engine: FakeEngine) -> FakeEngines:
 @pytest.fixture
 def app(engines: FakeEngines) -> FastAPI:
     return create_app(Settings(), engines.open, Metrics())
-
-
-@asynccontextmanager
-async def living(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of an app between its startup and its shutdown."""
-    transport = httpx.ASGITransport(app=app)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://quartet") as client,
-    ):
-        yield client
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import uvicorn
@@ -18,6 +17,7 @@ from service.embedded import EmbeddedService
 from service.errors import DeadlineExceeded, Draining, InvalidInput, UnknownModel
 from service.tasks.classification import Classification
 from tests import samples
+from tests.served import client_of
 from tests.stores import serve_folder
 from tests.versions import restate
 
@@ -29,10 +29,6 @@ MASKED = "[MASK] of the old town"
 async def service(tasks_bundle: Path) -> AsyncIterator[EmbeddedService]:
     async with EmbeddedService(tasks_bundle) as service:
         yield service
-
-
-def client_of(app: Any) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://quartet")
 
 
 CALLS = {

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
@@ -30,6 +29,7 @@ from service.tasks.entity_recognition import EntityRecognition
 from service.tasks.question_answering import QuestionAnswering
 from tests.head_bundles import save_head
 from tests.json_files import edit_json, editing
+from tests.served import client_of
 
 TEXTS = ["the gardener oiled the old shears", "moss", "clay and rust on a wheel, " * 9]
 TASKS = ("classification", "ner", "qa", "embedding")
@@ -196,11 +196,9 @@ async def test_a_key_sees_its_own_models_only(states_bundle, heads, method, path
     key = make_key()
     keys = {"acme": Key(sha256=digest(key).hex(), models=("class*",))}
     bundles = (states_bundle, heads / "embedding", heads / "classification")
-    async with serving(*bundles, keys=keys) as service:
-        transport = httpx.ASGITransport(app=service.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://quartet") as client:
-            headers = {"Authorization": f"Bearer {key}"}
-            found = await client.request(method, path, json=body, headers=headers)
+    async with serving(*bundles, keys=keys) as service, client_of(service.app) as client:
+        headers = {"Authorization": f"Bearer {key}"}
+        found = await client.request(method, path, json=body, headers=headers)
     assert found.status_code == (200 if names else 404), found.text
     listed = {
         name

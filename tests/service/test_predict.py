@@ -6,23 +6,18 @@ import gzip
 import json
 import random
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from service import predict
-from service.api.app import create_app
 from service.bulk.input_files import read_rows
 from service.bulk.output_files import Output, writing
 from service.bulk.rows import Outcome
 from service.core.data_files.columns import Needs
-from service.observability.metrics import Metrics
-from service.processes.single_process import open_local_engines
-from service.settings import Settings
 from tests import samples
+from tests.served import app_of, living
 
 pytestmark = pytest.mark.usefixtures("logging_as_it_was")
 
@@ -31,14 +26,7 @@ TEXTS = [samples.text(1 + number % 30, seed=number) for number in range(150)]
 
 async def served(bundle: Path, path: str, **body: Any) -> Any:
     """The response of the service over its own HTTP stack."""
-    metrics = Metrics()
-    settings = Settings(bundles=(bundle,))
-    app = create_app(settings, partial(open_local_engines, metrics), metrics)
-    transport = httpx.ASGITransport(app=app)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://quartet") as client,
-    ):
+    async with living(app_of(bundle)) as client:
         return (await client.post(path, json=body)).raise_for_status().json()
 
 

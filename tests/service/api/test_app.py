@@ -4,7 +4,6 @@ import subprocess
 import sys
 from contextlib import asynccontextmanager, suppress
 
-import httpx
 import pytest
 from fastapi import FastAPI
 from starlette.types import Message
@@ -14,7 +13,7 @@ from service.core.bundle import BundleError
 from service.observability.metrics import Metrics
 from service.settings import Settings
 from service.shutdown import Stage
-from tests.service.conftest import living
+from tests.served import client_of, living
 from tests.service.fakes import FakeEngine
 
 PAGE_FILES = sorted(path.name for path in PAGES.iterdir() if path.is_file())
@@ -71,8 +70,7 @@ async def test_a_failed_start_is_logged_in_one_line():
 
 async def test_it_is_not_ready_before_it_starts(app):
     """Alive at once, ready only with its engines."""
-    transport = httpx.ASGITransport(app=app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://quartet") as client:
+    async with client_of(app) as client:
         assert (await client.get("/health/live")).status_code == 200
         ready = await client.get("/health/ready")
         classify = await client.post("/classify", json={"inputs": "a"})

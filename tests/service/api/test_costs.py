@@ -7,7 +7,6 @@ import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +17,10 @@ import pytest_asyncio
 from fastapi import FastAPI
 
 from service.api import engine_call, ndjson
-from service.api.app import create_app
 from service.api.json_responses import JsonResponse
 from service.engines import engine as engine_module
 from service.engines.engine import INLINE_CHARACTERS, INLINE_TOKENS, Engine, Reply
 from service.engines.task_plan import Limits, TaskPlan
-from service.observability.metrics import Metrics
-from service.processes.single_process import open_local_engines
 from service.server.server import Server
 from service.settings import Settings
 from service.tasks import sparse_embedding
@@ -33,6 +29,7 @@ from service.tasks.mask_filling import MaskFilling
 from service.tasks.zero_shot import TEMPLATE, ZeroShot
 from tests.conftest import run_export
 from tests.parity import gliner_checkpoints
+from tests.served import app_of, living
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -202,14 +199,8 @@ class Counting:
 
 @asynccontextmanager
 async def serving(bundle: Path, **settings: Any) -> AsyncIterator[Service]:
-    metrics = Metrics()
-    own = Settings(bundles=(bundle,), provider="cpu", threads=1, **settings)
-    app = create_app(own, partial(open_local_engines, metrics), metrics)
-    transport = httpx.ASGITransport(app=app)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://quartet") as client,
-    ):
+    app = app_of(bundle, **settings)
+    async with living(app) as client:
         yield app, client
 
 

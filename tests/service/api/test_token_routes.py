@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import AsyncIterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,8 @@ import pytest
 import pytest_asyncio
 
 from service.api import token_routes
-from service.api.app import create_app
 from service.api.dialects import tei_dialect
-from service.observability.metrics import Metrics
-from service.processes.single_process import open_local_engines
-from service.settings import Settings
+from tests.served import app_of, living
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -23,14 +19,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def real(tiny_bundle: Path) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the application with the tiny model."""
-    metrics = Metrics()
-    settings = Settings(bundles=(tiny_bundle,), provider="cpu", threads=1)
-    app = create_app(settings, partial(open_local_engines, metrics), metrics)
-    transport = httpx.ASGITransport(app=app)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://quartet") as client,
-    ):
+    async with living(app_of(tiny_bundle)) as client:
         yield client
 
 

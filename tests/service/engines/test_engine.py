@@ -31,8 +31,6 @@ from service.engines.local_device import Runner
 from service.engines.model_state import ServedModel
 from service.engines.task_plan import Limits
 from service.errors import InferenceFailed, InvalidInput, Overloaded, TooLarge, UnknownHead
-from service.observability.metrics import Metrics
-from service.processes.single_process import open_local_engines
 from service.scheduling.entries import Entry, EntryOutcome, OnOutcome, Outcome
 from service.scheduling.load import Load
 from service.scheduling.text_threads import THREADS, TextThreads
@@ -43,6 +41,7 @@ from service.tasks.entity_recognition import EntityRecognition
 from service.tasks.question_answering import QuestionAnswering
 from tests import samples
 from tests.json_files import editing
+from tests.served import engine_of
 from tests.service.fakes import ticket
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -72,9 +71,8 @@ def embed(inputs: list[str], **options: Any) -> Embedding:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def tiny(tiny_bundle: Path) -> AsyncIterator[Engine]:
     """The tiny bundle's engine, open."""
-    settings = Settings(bundles=(tiny_bundle,), provider="cpu", threads=1)
-    async with open_local_engines(Metrics(), settings) as engines:
-        yield engines.get(None)
+    async with engine_of(tiny_bundle) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -148,9 +146,7 @@ async def test_calibrated(tiny, tiny_bundle, tmp_path):
         manifest["heads"]["sentiment"]["calibration_temperature"] = 2.0
     logits = classify(SHORT, function_to_apply="none")
     raw = classify(SHORT)
-    settings = Settings(bundles=(folder,), provider="cpu", threads=1)
-    async with open_local_engines(Metrics(), settings) as engines:
-        engine = engines.get(None)
+    async with engine_of(folder) as engine:
         halved = await engine.answer(logits.model_copy(update={"calibrated": True}), ticket())
         scores = await engine.answer(raw.model_copy(update={"calibrated": True}), ticket())
         same = await engine.answer(raw, ticket())
@@ -169,11 +165,8 @@ async def test_the_description_has_the_memory_of_the_graph_that_runs(tiny_bundle
     with editing(folder / "manifest.json") as manifest:
         for graph in manifest["graphs"]:
             graph["memory"] = {"opened": 5, "batches": {"128": 7, "1024": 9}}
-    async with open_local_engines(
-        Metrics(), Settings(bundles=(folder,), provider="cpu", threads=1)
-    ) as engines:
-        models = [engine.describe() for engine in engines.all()]
-        response = JsonResponse({"models": models, "devices": []})
+    async with engine_of(folder) as engine:
+        response = JsonResponse({"models": [engine.describe()], "devices": []})
         response.finish()
     (model,) = ModelsResponse.model_validate_json(response.body).models
     assert model.memory is not None
@@ -350,7 +343,7 @@ def device(submit: Any, max_queue_tokens: int = 10_000) -> Device:
     return cast(Device, SimpleNamespace(submit=submit, max_queue_tokens=max_queue_tokens))
 
 
-def engine_of(path: Path, device: Device) -> Engine:
+def engine_before(path: Path, device: Device) -> Engine:
     """A bundle's engine in front of some device."""
     texts = bundle.read_texts(bundle.load(path))
     encoder = Encoder(parse_tokenizer(texts.tokenizer), texts.manifest.max_length)
@@ -389,7 +382,7 @@ async def test_entries(tiny_bundle):
     def tell():
         told_before.append((len(submitted), asked.tokens))
 
-    engine = engine_of(tiny_bundle, device(submit))
+    engine = engine_before(tiny_bundle, device(submit))
     asked = Ticket("r", deadline=12.5, priority=1, tenant="t", on_submit=tell)
     await engine.answer(embed([SHORT[0], LONG], truncate="window", stride=0), asked)
     windows = [
@@ -412,7 +405,7 @@ async def test_results_are_reported_as_they_come(tiny_bundle):
             )
         return [*map(zeros, entries)]
 
-    engine = engine_of(tiny_bundle, device(submit))
+    engine = engine_before(tiny_bundle, device(submit))
     windows = len(engine.encoder.texts([LONG], truncate="window")[0].windows)
     assert windows > 1
     reply = await engine.answer(
@@ -527,7 +520,7 @@ async def test_more_than_may_ever_wait_is_not_encoded(
     monkeypatch.setattr(engine, "PART_CHARACTERS", 8)
     asked = Ticket("r", deadline=12.5, isolate_errors=isolate_errors)
     with pytest.raises(TooLarge, match="at least 27 tokens exceed max_queue_tokens, 20"):
-        await engine_of(tiny_bundle, device(None, 20)).answer(embed(["!!!!!!!"] * 9), asked)
+        await engine_before(tiny_bundle, device(None, 20)).answer(embed(["!!!!!!!"] * 9), asked)
     assert 3 == len(encoded)
 
 
@@ -555,7 +548,7 @@ async def test_a_long_text_that_would_be_late_is_refused_before_it_is_encoded(
     release = threading.Event()
     on_encoding(lambda texts: release.wait(30) and encoded.append(texts))
     idle = cast(Device, SimpleNamespace(submit=submit({}), max_queue_tokens=10**6, load=Load))
-    made = engine_of(tiny_bundle, idle)
+    made = engine_before(tiny_bundle, idle)
     long = embed(["a" * 250_000])
     patient = Ticket("r", deadline=time.monotonic() + 300, tenant="crawler")
     crowd = [asyncio.create_task(made.answer(long, patient)) for _ in range(20)]
@@ -700,7 +693,7 @@ async def test_one_failed_entry_fails_the_request(streamed, tiny_bundle):
     """Unless errors are isolated, the first entry that fails fails the request, and no later result is reported."""
     reported = []
     on_result = (lambda index, _: reported.append(index)) if streamed else None
-    engine = engine_of(tiny_bundle, device(submit({1: InferenceFailed("no number")})))
+    engine = engine_before(tiny_bundle, device(submit({1: InferenceFailed("no number")})))
     with pytest.raises(InferenceFailed, match="no number"):
         await engine.answer(embed(SHORT[:3]), ticket(), on_result=on_result)
     assert ([0] if streamed else []) == reported
@@ -711,7 +704,7 @@ async def test_a_window_that_fails_takes_its_text_along_and_no_other(in_lines, t
     """A text with a failed window fails once, with every outcome of its other windows."""
     failure = InferenceFailed("no number")
     # of the second text, which has several windows
-    tiny = engine_of(tiny_bundle, device(submit({1: failure, 2: failure})))
+    tiny = engine_before(tiny_bundle, device(submit({1: failure, 2: failure})))
     told = []
     on_result = (lambda index, result: told.append((index, result))) if in_lines else None
     work = embed([SHORT[0], LONG, SHORT[1]], truncate="window")

@@ -16,6 +16,7 @@ from service.observability.metrics import Metrics
 from service.processes.single_process import open_local_engines
 from service.settings import Settings
 from tests.json_files import editing
+from tests.served import engine_of
 from tests.service.engines.test_registry import embed
 
 NPU = DeviceKind(
@@ -89,10 +90,8 @@ async def test_further_device_serves(provider, folder, tiny_bundle, monkeypatch)
     )
     assert 16 == settings.batch_size(NPU)
     monkeypatch.setattr(ort, "InferenceSession", WHOLE)
-    async with open_local_engines(
-        Metrics(), Settings(bundles=(tiny_bundle,), provider="cpu")
-    ) as engines:
-        expected = await embed(engines.get(None), "Ada drew a comet.")
+    async with engine_of(tiny_bundle) as engine:
+        expected = await embed(engine, "Ada drew a comet.")
     np.testing.assert_allclose(found, expected, atol=1e-5)  # graphs of two layouts
 
 
@@ -102,5 +101,5 @@ async def test_further_device_that_is_missing(tiny_bundle, monkeypatch):
     monkeypatch.setattr(ort, "get_available_providers", lambda: [CPU.provider])
     line = "provider is npu, but this onnxruntime has no NPU provider: install onnxruntime"
     with pytest.raises(ProviderError, match=line):
-        async with open_local_engines(Metrics(), Settings(bundles=(tiny_bundle,), provider="npu")):
+        async with engine_of(tiny_bundle, provider="npu"):
             pytest.fail("it opened")

@@ -5,7 +5,6 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -28,16 +27,9 @@ from service.settings import Settings
 from service.tasks.embedding import Embedding
 from tests import samples
 from tests.json_files import edit_json
+from tests.served import opened, settings_of
 
 RUNS_ON = RunsOn("fp32", "packed", "CPUExecutionProvider", None, "onnxruntime 1")
-
-
-def opened(chosen: Settings) -> AbstractAsyncContextManager[Engines]:
-    return open_local_engines(Metrics(), chosen)
-
-
-def settings(*bundles: Path, **fields: object) -> Settings:
-    return Settings(bundles=bundles, **{"provider": "cpu", "threads": 1, **fields})
 
 
 @pytest.fixture
@@ -55,7 +47,7 @@ async def embed(engine: Engine, *texts: str) -> np.ndarray:
 
 async def test_names(second, tiny_bundle):
     """The first bundle is the default; each is found by name@version, and by name the first of it."""
-    async with opened(settings(second, tiny_bundle)) as engines:
+    async with opened(second, tiny_bundle) as engines:
         asked = [None, "tiny", "tiny@2", "tiny@1"]
         assert ["tiny@2", "tiny@2", "tiny@2", "tiny@1"] == [engines.get(m).id for m in asked]
         assert ["tiny@2", "tiny@1"] == [engine.id for engine in engines.all()]
@@ -66,7 +58,7 @@ async def test_names(second, tiny_bundle):
 
 async def test_both_answer(second, tiny_bundle):
     """Bundles share the slots, and each answers for itself."""
-    async with opened(settings(second, tiny_bundle)) as engines:
+    async with opened(second, tiny_bundle) as engines:
         one, two = [await embed(engine, "Ada drew a comet.") for engine in engines.all()]
     np.testing.assert_array_equal(one, two)
 
@@ -75,7 +67,7 @@ async def test_same_bundle_twice(tiny_bundle, tmp_path):
     """Two bundles of one name and version could not be told apart."""
     copy = shutil.copytree(tiny_bundle, tmp_path / "copy")
     with pytest.raises(BundleError, match=f"{copy}: tiny@1 is served already"):
-        async with opened(settings(tiny_bundle, copy)):
+        async with opened(tiny_bundle, copy):
             pytest.fail("it opened")
 
 
@@ -83,7 +75,7 @@ async def test_provider_before_bundles(tmp_path, monkeypatch):
     """An unavailable provider is reported before any bundle is read."""
     monkeypatch.setattr("service.core.session.device_problem", lambda kind: "there is none")
     with pytest.raises(ProviderError, match="there is none"):
-        async with opened(settings(tmp_path / "nowhere", provider="cuda")):
+        async with opened(tmp_path / "nowhere", provider="cuda"):
             pytest.fail("it opened")
 
 
@@ -93,7 +85,7 @@ async def test_replicas(tiny_bundle, monkeypatch):
     texts = [samples.text(words, seed=words) for words in range(1, 40)]
     answers = []
     for layout in ({"replicas": 1}, {"replicas": 2}, {"threads": None}):
-        async with opened(settings(tiny_bundle, **layout)) as engines:
+        async with opened(tiny_bundle, **layout) as engines:
             answers.append(await embed(engines.get(None), *texts))
             answers.append(await embed(engines.get(None), *texts[:1]))
     for alone, together in zip(answers[1::2], answers[::2], strict=True):
@@ -104,7 +96,7 @@ async def test_replicas(tiny_bundle, monkeypatch):
 async def test_batches_reach_the_metrics(tiny_bundle):
     """The metrics count every batch, and read the queue."""
     metrics = Metrics()
-    async with open_local_engines(metrics, settings(tiny_bundle)) as engines:
+    async with open_local_engines(metrics, settings_of(tiny_bundle)) as engines:
         await embed(engines.get(None), "Ada", "Emmy")
         for _ in range(TURNS_TO_SEND):
             await asyncio.sleep(0)  # the waiting request goes first
@@ -115,7 +107,7 @@ async def test_batches_reach_the_metrics(tiny_bundle):
 
 async def test_life(tiny_bundle):
     """Engines are ready while they are open, and afterwards take nothing more."""
-    async with opened(settings(tiny_bundle)) as engines:
+    async with opened(tiny_bundle) as engines:
         assert engines.load().ready
         assert all(rate > 0 for rate in engines.load().rates.values())
     assert not engines.load().ready

@@ -1,7 +1,6 @@
 import asyncio
 import threading
 from dataclasses import replace
-from functools import partial
 
 import httpx
 import pytest
@@ -13,11 +12,10 @@ from service.api.app import create_app
 from service.errors import Overloaded
 from service.keys import Key, digest
 from service.observability.metrics import ORDERS, OUTCOMES, STAGES, Metrics
-from service.processes.single_process import open_local_engines
 from service.scheduling.executor import BatchStats
 from service.scheduling.load import Backlog, Flow, Load, RemainingWork
 from service.settings import Settings
-from tests.service.conftest import living
+from tests.served import app_of, living
 
 STATS = BatchStats(
     bundle="tiny@1", size=2, tokens=30, longest=20, queue_s=(0.5, 0.25), inference_s=0.125
@@ -212,9 +210,7 @@ async def test_tokens_are_counted_by_tenant(engines):
 
 async def test_series_begin_with_their_first_use(tiny_bundle):
     """The first scrape of a fresh server has what alerts need at zero, and nothing else of its models and routes."""
-    metrics = Metrics()
-    app = create_app(Settings(bundles=[tiny_bundle]), partial(open_local_engines, metrics), metrics)
-    async with living(app) as client:
+    async with living(app_of(tiny_bundle)) as client:
         found = await scrape(client)
     codes = {kind.code for kind in errors.kinds() if kind.status != 500}
     expected = {

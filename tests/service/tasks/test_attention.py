@@ -11,11 +11,9 @@ import transformers
 
 from service.engines.engine import Engine
 from service.errors import InvalidInput, UnknownHead
-from service.observability.metrics import Metrics
-from service.processes.single_process import open_local_engines
-from service.settings import Settings
 from service.tasks.attention import Attention
 from service.tasks.classification import Classification
+from tests.served import opened
 from tests.service.fakes import ticket
 from tests.tiny import save_masked
 from tests.workers import BuiltOnce
@@ -28,8 +26,7 @@ TEXTS = ["the ferry to the harbour was late", "she sold the boat"]
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engines(masked_bundle: Path, tiny_bundle: Path) -> AsyncIterator[dict[str, Engine]]:
     """Engines of a model with attention and of one without."""
-    settings = Settings(bundles=(masked_bundle, tiny_bundle), provider="cpu", threads=1)
-    async with open_local_engines(Metrics(), settings) as found:
+    async with opened(masked_bundle, tiny_bundle) as found:
         yield {name: found.get(name) for name in ("masked", "tiny")}
 
 

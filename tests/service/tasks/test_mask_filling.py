@@ -19,14 +19,12 @@ from service.core.session import Session, SessionOptions, open_session
 from service.engines import engine as engine_module
 from service.engines.engine import Engine, Reply
 from service.errors import InvalidInput, TooLarge
-from service.observability.metrics import Metrics
-from service.processes.single_process import open_local_engines
-from service.settings import Settings
 from service.tasks import fields, mask_filling
 from service.tasks.classification import Classification
 from service.tasks.entity_recognition import EntityRecognition
 from service.tasks.mask_filling import MaskFilling
 from tests import samples
+from tests.served import engine_of
 from tests.service.fakes import ticket
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -50,11 +48,8 @@ def session(opened: Bundle) -> Session:
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["fp32", "int8"])
 async def engine(request: pytest.FixtureRequest, masked_bundle: Path) -> AsyncIterator[Engine]:
     """An engine with a fill-mask head, a classifier and a tagger."""
-    settings = Settings(
-        bundles=(masked_bundle,), provider="cpu", threads=1, precision=request.param
-    )
-    async with open_local_engines(Metrics(), settings) as engines:
-        yield engines.get(None)
+    async with engine_of(masked_bundle, precision=request.param) as engine:
+        yield engine
 
 
 async def fill(engine: Engine, *texts: str, **options: Any) -> Reply[Any]:

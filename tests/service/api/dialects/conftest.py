@@ -1,7 +1,6 @@
 """Requests to the application with a model that has heads for every task, checked against the OpenAPI document."""
 
 from collections.abc import AsyncIterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +8,7 @@ import httpx
 import pytest_asyncio
 from jsonschema import Draft202012Validator
 
-from service.api.app import create_app
-from service.observability.metrics import Metrics
-from service.processes.single_process import open_local_engines
-from service.settings import Settings
+from tests.served import app_of, living
 
 MOST_INPUTS = 8
 
@@ -52,14 +48,6 @@ class Requests:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def requests(tasks_bundle: Path) -> AsyncIterator[Requests]:
-    metrics = Metrics()
-    settings = Settings(
-        bundles=(tasks_bundle,), provider="cpu", threads=1, max_inputs_per_request=MOST_INPUTS
-    )
-    app = create_app(settings, partial(open_local_engines, metrics), metrics)
-    transport = httpx.ASGITransport(app=app)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://quartet") as client,
-    ):
+    app = app_of(tasks_bundle, max_inputs_per_request=MOST_INPUTS)
+    async with living(app) as client:
         yield Requests(client, app.openapi())

@@ -1,13 +1,11 @@
 """The paths of the native API and of other servers' APIs."""
 
 import re
-from functools import partial
 
 import numpy as np
 import pytest
 
 from service import errors
-from service.api.app import create_app
 from service.api.dialects.registry import DIALECTS, KEPT, NATIVE, Paths
 from service.api.native_routes import Route
 from service.errors import (
@@ -18,11 +16,8 @@ from service.errors import (
     UnsupportedEncoding,
 )
 from service.keys import Key, digest
-from service.observability.metrics import Metrics
-from service.processes.single_process import open_local_engines
-from service.settings import Settings
+from tests.served import app_of, living
 from tests.service.api.dialects.conftest import MOST_INPUTS
-from tests.service.conftest import living
 
 BODY = {"inputs": "a text"}
 
@@ -102,10 +97,7 @@ TEI = {"/tei": {"inputs": "a"}, "/tei/embed": {"inputs": "a"}, "/tei/predict": {
 async def test_an_invented_model(tasks_bundle, monkeypatch, settings, by_tei, by_others):
     """Only TEI's API accepts any name, unless the settings say otherwise; a service in TEI's place does so, too."""
     monkeypatch.setattr("service.engines.local_device.WARM_UP_S", 0.001)
-    chosen = Settings(bundles=(tasks_bundle,), provider="cpu", threads=1, **settings)
-    metrics = Metrics()
-    app = create_app(chosen, partial(open_local_engines, metrics), metrics)
-    async with living(app) as client:
+    async with living(app_of(tasks_bundle, **settings)) as client:
         for bodies, expected in ((TEI, by_tei), (INVENTED, by_others)):
             for path, body in bodies.items():
                 named = body if "BAAI" in path else {**body, "model": "BAAI/bge"}
@@ -159,10 +151,7 @@ RERANK = {
 async def test_a_model_without_a_ranking_head_ranks_by_vectors(tiny_bundle, monkeypatch):
     """In every API, with the head in a header; the native route requires the head in the request."""
     monkeypatch.setattr("service.engines.local_device.WARM_UP_S", 0.001)
-    settings = Settings(bundles=(tiny_bundle,), provider="cpu", threads=1)
-    metrics = Metrics()
-    app = create_app(settings, partial(open_local_engines, metrics), metrics)
-    async with living(app) as client:
+    async with living(app_of(tiny_bundle)) as client:
         body = {"query": "a", "documents": ["b", "c"]}
         assert 404 == (await client.post("/rerank", json=body)).status_code
         native = await client.post("/rerank", json={**body, "head": "embeddings"})
