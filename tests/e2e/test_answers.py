@@ -1,11 +1,10 @@
-"""What a real server answers: the same to many at once, and vectors of long texts."""
+"""What a real server answers to many at once."""
 
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 
-from tests.e2e.calls import LONG, calls, same_answer
+from tests.e2e.calls import calls, same_answer
 from tests.e2e.conftest import serving
 
 pytestmark = pytest.mark.e2e
@@ -26,15 +25,3 @@ def test_64_at_once_get_what_each_gets_alone(tiny_bundle, precision):
     sizes = [int(r.headers["x-quartet-batch"].split(";")[0].removeprefix("size=")) for r in replies]
     assert all(same_answer(a, b) for a, b in zip(alone, together, strict=True))
     assert max(sizes) > 1
-
-
-def test_windows_of_a_vector_are_pooled_by_their_tokens(tiny):
-    """`truncate: "window"` reads all of a text, true reads its beginning and says so."""
-    body = {"inputs": LONG, "normalize": False}
-    whole = tiny.answer("/embed", {**body, "truncate": "window"})
-    cut = tiny.answer("/embed", {**body, "truncate": True})
-
-    assert whole["usage"]["windows"] > 1
-    assert whole["usage"]["truncated"] == []
-    assert cut["usage"] == {"tokens": 512, "windows": 1, "truncated": [0]}
-    assert not np.allclose(whole["embeddings"], cut["embeddings"], atol=1e-3)

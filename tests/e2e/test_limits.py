@@ -44,13 +44,6 @@ def waiting(server: Server, requests: int) -> Iterator[float]:
         until(lambda: queued(server) == 0)
 
 
-def rejected(server: Server, reason: str) -> float:
-    metrics = server.get("/metrics").body.decode()
-    name = rf'^quartet_requests_rejected_total{{reason="{reason}"}} (\S+)$'
-    found = re.search(name, metrics, re.M)
-    return float(found.group(1)) if found else 0.0
-
-
 def computed(server: Server) -> float:
     """Batches so far."""
     found = re.findall(
@@ -85,24 +78,6 @@ def test_client_that_leaves_takes_its_work_along(still):
     with waiting(still, 1) as tokens:
         assert tokens > 60
     assert 0 == queued(still)
-
-
-def test_overload(still):
-    """A request that the queue has no room for now is refused, and told when to come back."""
-    before = rejected(still, "overloaded")
-    with waiting(still, 2):
-        reply = still.post("/embed", {"inputs": samples.text(150, seed=2)})
-    assert 429 == reply.status
-    assert int(reply.headers["retry-after"]) >= 1
-    assert_error(reply.json(), "overloaded")
-    assert before + 1 == rejected(still, "overloaded")
-
-
-def test_never_enough_room(still):
-    """One that an empty queue could not hold is refused for good."""
-    reply = still.post("/embed", {"inputs": [samples.text(200, seed=2)] * 2})
-    assert (413, None) == (reply.status, reply.headers.get("retry-after"))
-    assert_error(reply.json(), "too_large")
 
 
 @pytest.mark.promise(

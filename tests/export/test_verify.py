@@ -126,13 +126,9 @@ def test_same_decisions(head, a, b, same):
 
 
 def test_agreement_is_the_worst_input_s():
-    """Difference and cosine are of the input that agrees least."""
+    """Difference and cosine are of the input that agrees least; a NaN is never averaged or compared away."""
     found = compare("head", None, outputs([1, 0], [1, 0]), outputs([1, 0], [0, 1]))
     assert (1.0, 0.0) == (found.difference, found.cosine)
-
-
-def test_agreement_with_nan_is_none():
-    """A NaN in any input's output is never averaged or compared away."""
     found = compare("head", None, outputs([1, 0], [1, 0]), outputs([1, 0], [np.nan, 0]))
     assert np.isnan([found.difference, found.cosine]).all()
 
@@ -143,23 +139,22 @@ def test_half_is_held_over_all_inputs():
     assert {"head": FP16_COSINE} == demanded
 
 
-@pytest.mark.parametrize(("found", "said"), [([3, 5], "0.9947"), ([np.nan, 4], "nan")])
-def test_half_names_graph_head_and_figure(found, said):
-    """What is further off than fp16 rounds, or no number, is refused."""
-    line = f"fp16 packed: head head has cosine {said} with PyTorch"
-    with pytest.raises(ParityError, match=line):
-        check_half(outputs([3, 4]), outputs(found), "fp16 packed")
-
-
 def test_int8_leaves_a_margin():
     """The goldens' tolerance is the cosine over all inputs, less a margin for other processors."""
     demanded = check_int8(outputs([3, 4], [0, 0]), outputs([3, 4], [0, 0]), "int8 packed")
     assert {"head": pytest.approx(1 - COSINE_MARGIN)} == demanded
 
 
-@pytest.mark.parametrize(("found", "said"), [([4, 0], "0.6000"), ([np.nan, 4], "nan")])
-def test_int8_names_graph_head_and_figure(found, said):
-    """What is further off than eight bits round, or no number, is refused."""
-    line = f"int8 packed: head head has cosine {said} with PyTorch"
-    with pytest.raises(ParityError, match=line):
-        check_int8(outputs([3, 4]), outputs(found), "int8 packed")
+@pytest.mark.parametrize(
+    ("check", "name", "found", "said"),
+    [
+        (check_half, "fp16 packed", [3, 5], "0.9947"),
+        (check_half, "fp16 packed", [np.nan, 4], "nan"),
+        (check_int8, "int8 packed", [4, 0], "0.6000"),
+        (check_int8, "int8 packed", [np.nan, 4], "nan"),
+    ],
+)
+def test_a_low_cosine_names_graph_head_and_figure(check, name, found, said):
+    """What is further off than the precision rounds, or no number, is refused."""
+    with pytest.raises(ParityError, match=f"{name}: head head has cosine {said} with PyTorch"):
+        check(outputs([3, 4]), outputs(found), name)

@@ -98,25 +98,19 @@ def differences(tallies: Iterator[Tally]) -> dict[str, set[str]]:
 
 
 @each_case
-def test_classify(ask, folder, family, inputs):
-    """One label, several, a number, pairs and each function: there is no difference, also where a text is cut."""
-    found = compare.classify(ask, folder / family, inputs.texts, inputs.pairs, MAX_LENGTH)
-
-    assert set() == set().union(*differences(found).values())
-
-
-@each_case
-def test_zero_shot(ask, folder, family, inputs):
-    """There is no difference, also where a text is cut."""
-    found = compare.zero_shot(ask, folder / family, inputs.texts, MAX_LENGTH)
-
-    assert set() == set().union(*differences(found).values())
-
-
-@each_case
-def test_rerank(ask, folder, family, inputs):
-    """Documents come in the same order, with the same scores."""
-    found = compare.rerank(ask, folder / family, inputs.pairs, MAX_LENGTH)
+@pytest.mark.parametrize(
+    ("compared", "asked"),
+    [
+        (compare.classify, ("texts", "pairs")),
+        (compare.zero_shot, ("texts",)),
+        (compare.rerank, ("pairs",)),
+        (compare.fill_mask, ("texts",)),
+    ],
+)
+def test_there_is_no_difference(ask, folder, family, inputs, compared, asked):
+    """Scores, labels, orders and tokens are the pipeline's, with each function, also where a text is cut."""
+    own = [getattr(inputs, name) for name in asked]
+    found = compared(ask, folder / family, *own, MAX_LENGTH)
 
     assert set() == set().union(*differences(found).values())
 
@@ -128,14 +122,6 @@ def test_vectors(ask, folder, family, inputs):
 
     assert {"/embed", "/embed-tokens", "/embed-tokens, query", "/embed-sparse"} == found.keys()
     assert set() == set().union(*found.values())
-
-
-@each_case
-def test_fill_mask(ask, folder, family, inputs):
-    """The tokens and their probabilities are the pipeline's."""
-    found = compare.fill_mask(ask, folder / family, inputs.texts, MAX_LENGTH)
-
-    assert set() == set().union(*differences(found).values())
 
 
 @each_case

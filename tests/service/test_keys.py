@@ -1,10 +1,8 @@
 import hashlib
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
 from service.keys import Key, digest, join_keys, main, make_key, read_keys
 
@@ -100,10 +98,3 @@ def test_a_name_that_toml_would_quote_is_refused(capsys):
         main(["a.b"])
     assert caught.value.code == 2
     assert "NAME: letters" in capsys.readouterr().err
-
-
-def test_a_record_cannot_be_changed():
-    """Fields of a record are read-only."""
-    key = Key(**tomllib.loads(RECORD)["keys"]["search"])
-    with pytest.raises(ValidationError, match="frozen"):
-        key.may = ("admin",)

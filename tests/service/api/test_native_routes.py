@@ -101,18 +101,13 @@ async def test_classify_sends_its_texts(client, engine):
     )
 
 
-async def test_ner_answers_with_groups(client):
-    """Grouped entities go by `entity_group`."""
-    response = await client.post("/ner", json={"inputs": "In Oslo"})
-    found = {"entity_group": "LOC", "score": 0.5, "word": "Oslo", "start": 3, "end": 7}
-    assert response.json()["results"] == [[found]]
-
-
-async def test_ner_answers_with_tokens(client, engine):
-    """Ungrouped ones go by `entity`, with their B- or I-."""
+async def test_ner_answers_with_entities(client, engine):
+    """Grouped entities go by `entity_group`, ungrouped ones by `entity`, with their B- or I-."""
+    grouped = await client.post("/ner", json={"inputs": "In Oslo"})
+    shown = {"score": 0.5, "word": "Oslo", "start": 3, "end": 7}
+    assert grouped.json()["results"] == [[{"entity_group": "LOC", **shown}]]
     response = await client.post("/ner", json={"inputs": "a", "aggregation_strategy": "none"})
-    found = {"entity": "B-LOC", "score": 0.5, "word": "Oslo", "start": 3, "end": 7}
-    assert response.json()["results"] == [[found]]
+    assert response.json()["results"] == [[{"entity": "B-LOC", **shown}]]
     assert engine.heads == ()
     assert engine.asked == EntityRecognition(
         inputs=["a"],
@@ -164,19 +159,37 @@ async def test_embed_passes_its_options(client, engine):
     assert engine.asked == Embedding(inputs=["a"], prompt="")
 
 
+DTYPES = "output_dtype: must be one of 'float', 'int8', 'uint8', 'bin"
+
+
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("path", "fields", "param", "message"),
     [
-        ({"prompt": "", "prompt_name": "query"}, "send prompt or prompt_name, not both"),
-        ({"prompt": "a" * 2049}, "prompt: must have at most 2048 characters"),
-        ({"input_type": "passage"}, "input_type: must be one of 'query' or 'document'"),
-        ({"output_dtype": "int4"}, "output_dtype: must be one of 'float', 'int8', 'uint8', 'bin"),
+        (
+            "/embed",
+            {"prompt": "", "prompt_name": "query"},
+            "prompt",
+            "send prompt or prompt_name, not both",
+        ),
+        ("/embed", {"prompt": "a" * 2049}, "prompt", "prompt: must have at most 2048 characters"),
+        (
+            "/embed",
+            {"input_type": "passage"},
+            "input_type",
+            "input_type: must be one of 'query' or 'document'",
+        ),
+        ("/embed", {"output_dtype": "int4"}, "output_dtype", DTYPES),
+        *(("/embed-sparse", {"top_k": top_k}, "top_k", "") for top_k in (0, -1, 1.5, "2", True)),
+        *(("/fill-mask", {"top_k": top_k}, "top_k", "") for top_k in (0, 101)),
+        ("/fill-mask", {"targets": []}, "targets", ""),
+        ("/fill-mask", {"targets": [1]}, "targets[0]", ""),
+        ("/fill-mask", {"truncate": "cut"}, "truncate", ""),
     ],
 )
-async def test_embed_refuses_options(client, fields, message):
-    """Options that no head has are refused before the engine is asked."""
-    response = await client.post("/embed", json={"inputs": "a", **fields})
-    assert 422 == response.status_code
+async def test_options_are_checked(client, path, fields, param, message):
+    """Options that no head has, and those out of range, are refused by their names before the engine is asked."""
+    response = await client.post(path, json={"inputs": "_", **fields})
+    assert (422, "invalid", param) == error_of(response)
     assert message in response.json()["error"]["message"]
 
 
@@ -228,13 +241,6 @@ async def test_embed_sparse_answers_with_weights(client, engine):
 
     named = await client.post("/embed-sparse", json={"inputs": "a", "return_tokens": True})
     assert [{**shown, "tokens": ["token 2", "token 5"]}] == named.json()["embeddings"]
-
-
-@pytest.mark.parametrize("top_k", [0, -1, 1.5, "2", True])
-async def test_embed_sparse_limits(client, top_k):
-    """`top_k` is a whole number of at least 1."""
-    response = await client.post("/embed-sparse", json={"inputs": "a", "top_k": top_k})
-    assert (422, "invalid", "top_k") == error_of(response)
 
 
 async def test_rerank_sorts_documents(client, engine):
@@ -380,22 +386,6 @@ async def test_fill_mask_answers_with_tokens(client, engine):
     assert engine.asked == MaskFilling(inputs=["_ at _"], top_k=3, truncate=False, stride=8)
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"top_k": 0}, "top_k"),
-        ({"top_k": 101}, "top_k"),
-        ({"targets": []}, "targets"),
-        ({"targets": [1]}, "targets[0]"),
-        ({"truncate": "cut"}, "truncate"),
-    ],
-)
-async def test_fill_mask_refuses_fields(client, fields, param):
-    """Options out of range are 422, by their names."""
-    response = await client.post("/fill-mask", json={"inputs": "_", **fields})
-    assert error_of(response) == (422, "invalid", param)
-
-
 async def test_targets_are_limited_as_inputs_are(client_with):
     """Their number and their lengths have the limits of inputs."""
     async with client_with(max_inputs_per_request=2, max_characters_per_input=10) as client:
@@ -445,40 +435,28 @@ async def test_the_engines_errors_are_answered(
 
 
 @each_task
-async def test_malformed_json_is_answered(client, path):
-    """Not JSON is 400."""
-    response = await client.post(
-        path, content=b'{"inputs": NaN}', headers={"Content-Type": "application/json"}
-    )
-    assert error_of(response) == (400, "bad_request", None)
-
-
-@each_task
-async def test_another_content_type_is_answered(client, path):
-    """A form is 415."""
-    response = await client.post(path, data={"inputs": "a"})
-    assert error_of(response) == (415, "unsupported_media_type", "Content-Type")
-
-
-@each_task
-async def test_an_invalid_body_is_answered(client, path):
-    """An unknown field is 422, by its name."""
-    response = await client.post(path, json={**BODIES[path], "temperature": 0})
-    assert error_of(response) == (422, "invalid", "temperature")
-
-
-@each_task
-async def test_an_unknown_model_is_answered(client, path):
-    """A model that is not served is 404."""
-    response = await client.post(path, json={**BODIES[path], "model": "huge"})
-    assert error_of(response) == (404, "unknown_model", "model")
-
-
-@each_task
-async def test_a_bad_timeout_is_answered(client, path):
-    """A header is checked as a field is."""
-    response = await client.post(path, json=BODIES[path], headers={"X-Request-Timeout-Ms": "soon"})
-    assert error_of(response) == (422, "invalid", "X-Request-Timeout-Ms")
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        (
+            {"content": b'{"inputs": NaN}', "headers": {"Content-Type": "application/json"}},
+            (400, "bad_request", None),
+        ),
+        ({"data": {"inputs": "a"}}, (415, "unsupported_media_type", "Content-Type")),
+        ({"json": {"temperature": 0}}, (422, "invalid", "temperature")),
+        ({"json": {"model": "huge"}}, (404, "unknown_model", "model")),
+        (
+            {"json": {}, "headers": {"X-Request-Timeout-Ms": "soon"}},
+            (422, "invalid", "X-Request-Timeout-Ms"),
+        ),
+    ],
+    ids=["no JSON", "a form", "unknown field", "unknown model", "bad timeout"],
+)
+async def test_bad_requests_are_answered(client, path, asked, expected):
+    """What is wrong with a body or a header has a status, and its name."""
+    if "json" in asked:
+        asked = {**asked, "json": {**BODIES[path], **asked["json"]}}
+    assert expected == error_of(await client.post(path, **asked))
 
 
 @each_task
@@ -545,12 +523,6 @@ async def test_models_are_described(client):
         "models": [{"id": "tiny@1", "precision": "int8"}],
         "devices": [{"name": "cpu", "ready": True, "queue_tokens": 0}],
     }
-
-
-async def test_live_and_ready_say_so(client):
-    """An open server lives and is ready."""
-    live, ready = await client.get("/health/live"), await client.get("/health/ready")
-    assert (live.json(), ready.json()) == ({"status": "live"}, {"status": "ready"})
 
 
 async def test_metrics_are_text(client):
