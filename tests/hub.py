@@ -13,7 +13,7 @@ from model.families.registry import FAMILIES
 from model.families.spec import Family
 from model.tokenizer import train
 from tests import samples
-from tests.tiny import perturb
+from tests.model.helpers import perturb
 
 POSITIONS = 64
 SHAPE = {

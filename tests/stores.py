@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.lib.environments import Unavailable
+from benchmarks.lib.servers import free_port
 from service.core.remote_files import files_at
 from tests.e2e.client_calls.environments import environment
 from tests.http_thread import serving_in_thread
@@ -88,9 +89,7 @@ def serving(name: str, command: str, variables: Mapping[str, str]) -> Iterator[N
         python = environment(name).python()
     except Unavailable as error:
         pytest.skip(f"{name}: {error}")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
+    port = free_port()
     program, *arguments = command.format(port=port).split()
     process = subprocess.Popen(
         [python, python.with_name(program), *arguments],

@@ -6,7 +6,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import jsonschema
 import pytest
 import yaml
 
+from benchmarks.lib.servers import free_port
 from deploy.requirements import requirements
 from service.settings import Settings
 
@@ -396,8 +396,3 @@ def ignore_bytecode(directory: str, names: list[str]) -> list[str]:
 def snapshot(root: Path) -> dict[str, int]:
     """Every file and directory under root with the time of its last change."""
     return {str(path): path.stat().st_mtime_ns for path in [root, *root.rglob("*")]}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
 
 import tokenizers
 import torch
@@ -14,8 +13,7 @@ from model.config import BertConfig
 from model.heads import EncoderWithHeads
 from service.core.manifest import Head, LateInteraction, Sparse
 from tests import samples
-
-M = TypeVar("M", bound=nn.Module)
+from tests.model.helpers import perturb
 
 MAX_LENGTH = 512
 HEADS = {
@@ -104,15 +102,6 @@ def make_model(learnt: tokenizers.Tokenizer, heads: Mapping[str, Head]) -> Encod
         max_position_embeddings=MAX_LENGTH,
     )
     return EncoderWithHeads(config, dict(heads))
-
-
-def perturb(module: M, scale: float = 0.1, seed: int = 0) -> M:
-    """Move every parameter at random, norms and biases too."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
-    return module.eval()
 
 
 def plant_outlier(model: EncoderWithHeads, token: int) -> None:

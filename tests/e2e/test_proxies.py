@@ -6,7 +6,6 @@ import json
 import random
 import re
 import shutil
-import socket
 import ssl
 import subprocess
 import threading
@@ -19,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.lib.servers import free_port
 from service.settings import Settings
 from tests import samples
 from tests.conftest import ROOT
@@ -92,12 +92,6 @@ def program(name: str) -> str:
     if found is None:
         pytest.skip(f"{name} is not installed")
     return found
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def configuration(kind: str, changes: Mapping[str, str]) -> str:

@@ -22,6 +22,7 @@ import httpx
 import pytest
 import requests
 
+from benchmarks.lib.servers import free_port
 from service.keys import make_key
 from tests import samples
 from tests.e2e.conftest import Server, queued, serving, until
@@ -264,8 +265,7 @@ def proxy(
     if not nginx:
         pytest.skip("nginx is not on the PATH")
     folder = tmp_path_factory.mktemp("nginx")
-    with closing(socket.create_server(("127.0.0.1", 0))) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     settings = {"folder": folder, "behind": full.port, "port": port, "buffering": request.param}
     (folder / "nginx.conf").write_text(PROXY.format(**settings))
     process = subprocess.Popen([nginx, "-p", folder, "-c", folder / "nginx.conf"])

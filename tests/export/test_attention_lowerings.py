@@ -36,8 +36,7 @@ from tests.export.helpers import (
     run_packed,
     run_portable,
 )
-from tests.model.helpers import Heads, by_definition
-from tests.tiny import perturb
+from tests.model.helpers import Heads, by_definition, perturb
 
 pytestmark = pytest.mark.slow
 

@@ -537,10 +537,6 @@ REFUSED: dict[str, tuple[Spoil, list[str], str]] = {
         "cls.predictions.transform.LayerNorm.bias, cls.predictions.transform.LayerNorm.weight ...: "
         "--task embedding reads the encoder alone",
     ),
-    "another encoder": (change("config.json", model_type="gpt2"), [], "config.json: model_type 'gpt2' is none of bert"),
-    "gelu_new": (change("config.json", hidden_act="gelu_new"), [], "hidden_act 'gelu_new': only"),
-    "no config": (drop("config.json"), [], "config.json is missing"),
-    "no weights": (drop("model.safetensors"), [], "model.safetensors is missing"),
     "no tokenizer": (drop("tokenizer.json"), [], "has neither tokenizer.json nor vocab.txt"),
     "a panic": (
         change(

@@ -27,7 +27,7 @@ from service.core.encode import Encoder
 from tests import samples
 from tests.export.helpers import assert_close, batch, padded_feeds, run_packed
 from tests.json_files import write_json
-from tests.tiny import perturb
+from tests.model.helpers import perturb
 
 MAX_POSITIONS = 96
 PACKED = batch([5, 96, 17, 1], vocab_size=300)

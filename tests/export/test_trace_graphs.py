@@ -35,7 +35,8 @@ from tests.export.helpers import (
     run_portable,
     run_value,
 )
-from tests.tiny import HEADS, perturb
+from tests.model.helpers import perturb
+from tests.tiny import HEADS
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from model.training.training_run import TrainingRun
 from service.core import packing
 from service.core.packing import Packed
 
+M = TypeVar("M", bound=nn.Module)
 # fp32 sums in another order: a few units in the last place per layer, of values around one.
 TOLERANCE = {"rtol": 0.0, "atol": 1e-5}
 
@@ -46,12 +47,12 @@ def shape(**fields: Any) -> BertConfig:
     return BertConfig(**{**small, **fields})
 
 
-def perturb(module: nn.Module, seed: int = 0) -> nn.Module:
+def perturb(module: M, seed: int = 0, scale: float = 0.1) -> M:
     """Move every parameter, norms and biases too, away from what it was set to; ready to be asked."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+            parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
     return module.eval()
 
 

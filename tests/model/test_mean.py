@@ -10,7 +10,7 @@ import torch
 from model import mean
 from model.checkpoints import writer
 from model.checkpoints.source import read_source
-from tests.tiny import perturb
+from tests.model.helpers import perturb
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:

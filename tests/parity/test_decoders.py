@@ -29,9 +29,9 @@ from tests import hub, samples
 from tests.conftest import run_export
 from tests.e2e.conftest import serving
 from tests.json_files import edit_json
+from tests.model.helpers import perturb
 from tests.served import engine_of
 from tests.service.fakes import ticket
-from tests.tiny import perturb
 
 pytestmark = pytest.mark.slow
 

@@ -253,6 +253,16 @@ class FakeDriver:
         return call
 
 
+class Clock:
+    """Time as the test sets it."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
 async def until(condition: Callable[[], bool], timeout_s: float = 30) -> None:
     """Wait until a condition is true. Raises TimeoutError."""
     async with asyncio.timeout(timeout_s):

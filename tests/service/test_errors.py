@@ -38,12 +38,6 @@ def test_the_drawn_tree_tells_statuses_and_codes(kind):
     assert re.search(rf"^ +{kind.__name__} {kind.status} {kind.code}\b", errors.__doc__, re.M)
 
 
-def test_codes_are_unique():
-    """A code names one class."""
-    codes = [kind.code for kind in PUBLIC]
-    assert len(set(codes)) == len(codes)
-
-
 @pytest.mark.parametrize(
     ("seconds", "header"), [(0.0, "1"), (0.2, "1"), (1.0, "1"), (1.01, "2"), (59.5, "60")]
 )

@@ -18,7 +18,7 @@ from model.heads import EncoderWithHeads
 from service.core.goldens import cosine
 from service.core.manifest import Head
 from tests.export.helpers import SMALL, batch, copied
-from tests.tiny import perturb
+from tests.model.helpers import perturb
 
 pytestmark = pytest.mark.slow
 

@@ -26,7 +26,7 @@ from tests.export.helpers import (
     run_packed,
     run_value,
 )
-from tests.tiny import perturb
+from tests.model.helpers import perturb
 
 pytestmark = pytest.mark.slow
 

@@ -25,7 +25,8 @@ from service.core.goldens import cosine
 from service.core.packing import Packed, make_layout
 from service.core.session import ort, packed_feeds
 from tests.export.helpers import Arrays, batch, open_graph
-from tests.tiny import HEADS, perturb
+from tests.model.helpers import perturb
+from tests.tiny import HEADS
 
 pytestmark = pytest.mark.slow
 

@@ -28,7 +28,7 @@ from service.core.goldens import cosine
 from service.core.manifest import Head
 from service.core.packing import Packed
 from tests.export.helpers import SMALL, batch, copied, open_graph
-from tests.tiny import perturb
+from tests.model.helpers import perturb
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from model.families.modernbert import ModernBertConfig
 from model.heads import EncoderWithHeads
 from service.core.manifest import Head
 from tests.export.helpers import SMALL, assert_same_as_torch, batch, copied, run_packed, run_value
-from tests.tiny import perturb
+from tests.model.helpers import perturb
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from model.families.registry import family_named
 from model.heads import EncoderWithHeads
 from service.core.manifest import Head
 from tests.export.helpers import assert_same_as_torch, batch, copied, run_packed, run_portable
-from tests.tiny import perturb
+from tests.model.helpers import perturb
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from model.families.nomic_bert import NomicBertConfig
 from model.heads import EncoderWithHeads
 from service.core.manifest import Head
 from tests.export.helpers import SMALL, batch, copied
-from tests.tiny import perturb
+from tests.model.helpers import perturb
 
 pytestmark = pytest.mark.slow
 

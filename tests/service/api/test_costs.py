@@ -2,7 +2,6 @@
 
 import json
 import re
-import socket
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
@@ -16,6 +15,7 @@ import pytest
 import pytest_asyncio
 from fastapi import FastAPI
 
+from benchmarks.lib.servers import free_port
 from service.api import engine_call, ndjson
 from service.api.json_responses import JsonResponse
 from service.engines import engine as engine_module
@@ -481,9 +481,7 @@ async def test_each_text_is_tokenized_once(path, body, service, spied):
 async def channel_to(app: FastAPI) -> AsyncIterator[Any]:
     """A channel to a gRPC server of the application."""
     grpc = pytest.importorskip("grpc")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    service = SimpleNamespace(settings=Settings(grpc_port=port))
+    service = SimpleNamespace(settings=Settings(grpc_port=free_port()))
     server: Any = SimpleNamespace(_app=app, service=service)
     await Server.start_grpc(server)
     try:

@@ -1,18 +1,12 @@
 import pytest
 
 from service.middleware.rate_limit import Bucket
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.service.fakes import Clock
 
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(100.0)
 
 
 def test_a_bucket_holds_a_minutes_worth(clock):

@@ -4,23 +4,17 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from service.observability import log_writer
 from service.observability.log_writer import LogWriter
+from tests.e2e.conftest import until
 
 LINE = "a" * 99 + "\n"
 FILE_BYTES = 4096
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.002)
 
 
 class Pipe:

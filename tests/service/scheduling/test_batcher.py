@@ -34,17 +34,9 @@ from service.scheduling.fair_queue import (
     QueuedRequest,
 )
 from service.scheduling.planner import Budget, area, plan
+from tests.service.fakes import Clock
 
 Answers = list[dict[str, NDArray[np.float32]]]
-
-
-class Clock:
-    """Time as the test sets it."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 SOONER = Cost(per_run=0.1, per_token=0.001, per_slot=0.0)  # on many slots

@@ -9,21 +9,12 @@ import pytest
 
 from service.scheduling.load import Flow
 from service.scheduling.text_threads import GUESS, LONG_CHARACTERS, THREADS, TextThreads
+from tests.service.fakes import Clock
 
 LONG, SHORT = LONG_CHARACTERS + 1, 10_000
 BULK = Flow("m@1", 1, "crawler")
 APP = Flow("m@1", 0, "app")
 WAIT_S = 30
-
-
-class Clock:
-    """A clock that only moves when a part says so."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Bench:

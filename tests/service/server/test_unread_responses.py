@@ -7,6 +7,7 @@ import pytest
 
 from service.server import unread_responses
 from service.server.unread_responses import LEFT_S, UnreadResponses
+from tests.service.fakes import Clock
 
 LIMIT = 100
 
@@ -24,13 +25,6 @@ class Connection:
 
     def read(self, count: int) -> None:
         self.unread, self.sent = self.unread - count, self.sent + count
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
