@@ -54,25 +54,16 @@ CARD = "# mini\n\nA model.\n\n## Heads\n\none\n\n## Parity\n\nnone\n"
 
 
 def test_a_card_gets_a_section_before_the_one_on_parity():
+    """It replaces the one before; a card without the next section ends with it."""
     card = samples.write_section(CARD, "Ten rows.", "### `mood`\n\naccuracy 50.0")
     assert card == CARD.replace(
         "## Parity", "## Samples\n\nTen rows.\n\n### `mood`\n\naccuracy 50.0\n\n## Parity"
     )
-
-
-def test_a_section_replaces_the_one_before():
-    once = samples.write_section(CARD, "", "### `mood`\n\naccuracy 50.0")
-    twice = samples.write_section(once, "", "### `mood`\n\naccuracy 60.0")
-    assert twice == once.replace("50.0", "60.0")
-
-
-def test_a_card_without_the_next_section_ends_with_it():
-    card = samples.write_section("# mini\n\n## Heads\n\none\n", "", "### `mood`")
-    assert card == "# mini\n\n## Heads\n\none\n\n## Samples\n\n### `mood`\n"
-    assert (
-        samples.write_section("# mini\n", "", "### `mood`")
-        == "# mini\n\n## Samples\n\n### `mood`\n"
-    )
+    twice = samples.write_section(card, "Ten rows.", "### `mood`\n\naccuracy 60.0")
+    assert twice == card.replace("50.0", "60.0")
+    for before in ("# mini\n\n## Heads\n\none\n", "# mini\n"):
+        last = samples.write_section(before, "", "### `mood`")
+        assert last == f"{before}\n## Samples\n\n### `mood`\n"
 
 
 def test_entities_are_their_words_and_types():

@@ -12,10 +12,10 @@ from tests.e2e.client_calls.records import (
     TOO_MANY,
     Call,
     Failure,
-    KeyUse,
     Run,
     calling,
     native,
+    openai_key_use,
 )
 
 if TYPE_CHECKING:
@@ -84,9 +84,4 @@ def embed_with_key(server: "Server", key: str, retry: bool) -> Any:
     return embed("embed_query", QUERY, api_key=key, max_retries=2 if retry else 0)(server)
 
 
-KEY_USE = KeyUse(
-    embed_with_key,
-    "openai.AuthenticationError",
-    "openai.RateLimitError",
-    unavailable="openai.InternalServerError",
-)
+KEY_USE = openai_key_use(embed_with_key)

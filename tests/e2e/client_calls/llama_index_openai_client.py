@@ -8,10 +8,10 @@ from tests.e2e.client_calls.records import (
     TOO_MANY,
     Call,
     Failure,
-    KeyUse,
     Run,
     calling,
     native,
+    openai_key_use,
 )
 
 if TYPE_CHECKING:
@@ -62,9 +62,4 @@ def embed_with_key(server: "Server", key: str, retry: bool) -> Any:
     return embed("get_query_embedding", QUERY, api_key=key, max_retries=3 if retry else 0)(server)
 
 
-KEY_USE = KeyUse(
-    embed_with_key,
-    "openai.AuthenticationError",
-    "openai.RateLimitError",
-    unavailable="openai.InternalServerError",
-)
+KEY_USE = openai_key_use(embed_with_key)

@@ -6,7 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from tests.e2e.client_calls.records import TEXTS, TOO_MANY, Call, Failure, KeyUse, Run, native
+from tests.e2e.client_calls.records import (
+    TEXTS,
+    TOO_MANY,
+    Call,
+    Failure,
+    Run,
+    native,
+    openai_key_use,
+)
 from tests.e2e.conftest import Server
 
 MODEL = "tasks"
@@ -94,9 +102,4 @@ def embed_with_key(server: Server, key: str, retry: bool) -> Any:
     return [one.embedding for one in client.embeddings.create(input=TEXTS, model=MODEL).data]
 
 
-KEY_USE = KeyUse(
-    embed_with_key,
-    "openai.AuthenticationError",
-    "openai.RateLimitError",
-    unavailable="openai.InternalServerError",
-)
+KEY_USE = openai_key_use(embed_with_key)

@@ -86,6 +86,16 @@ class KeyUse:
         return self.unavailable or self.limited
 
 
+def openai_key_use(run: "Callable[[Server, str, bool], Any]") -> KeyUse:
+    """Return a call of a client that raises the errors of OpenAI's client."""
+    return KeyUse(
+        run,
+        "openai.AuthenticationError",
+        "openai.RateLimitError",
+        unavailable="openai.InternalServerError",
+    )
+
+
 def load(client: str) -> Any:
     """Import the module of a client, whether or not the client is installed."""
     return importlib.import_module(f"tests.e2e.client_calls.{client}_client")

@@ -760,27 +760,23 @@ def test_refused(what, folder, out, capsys):
     assert [] == [*(out.parent.parent / "scratch").iterdir()]
 
 
-def test_weights_elsewhere(folder, out, capsys):
-    """No file from beyond the directory comes into a bundle."""
-    proto = lookup("logits")
-    (folder.parent / "secret").write_bytes(proto.graph.initializer[0].raw_data)
-    set_external_data(proto.graph.initializer[0], "../secret", 0)
-    proto.graph.initializer[0].ClearField("raw_data")
-    write(folder, "ner", proto)
-    assert 1 == main([str(folder), str(out)])
-    assert "model.onnx cannot be opened" in capsys.readouterr().err
-
-
-def test_weights_in_a_folder(folder, out, capsys):
-    """A bundle is flat: weights in the graph's folder are copied, weights in another folder are refused."""
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("../secret", "model.onnx cannot be opened"),
+        ("parts/table", "its weights must be in its directory, not at parts/table"),
+    ],
+)
+def test_weights_elsewhere(place, said, folder, out, capsys):
+    """A bundle is flat, and no file from beyond the directory comes into it."""
     proto = lookup("logits")
     (folder / "parts").mkdir()
-    (folder / "parts" / "table").write_bytes(proto.graph.initializer[0].raw_data)
-    set_external_data(proto.graph.initializer[0], "parts/table", 0)
+    (folder / place).write_bytes(proto.graph.initializer[0].raw_data)
+    set_external_data(proto.graph.initializer[0], place, 0)
     proto.graph.initializer[0].ClearField("raw_data")
     write(folder, "ner", proto)
     assert 1 == main([str(folder), str(out)])
-    assert "its weights must be in its directory, not at parts/table" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 def test_an_external_graph_takes_no_precision(folder, out):
