@@ -66,7 +66,7 @@ class Draft:
         rest = {
             "heads": reply.heads,
             "decisions": hash_of_decisions(reply.results),
-            "numbers": base64.b64encode(sketch(reply.results)).decode(),
+            "numbers": base64.b64encode(sketch(reply.results).tobytes()).decode(),
         }
         made = seal(self.beginning + encode(orjson.dumps(rest)[1:]), self.key)
         return made if len(made) <= MOST_BYTES else EXCEEDED

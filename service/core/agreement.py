@@ -151,7 +151,7 @@ def _signs(salt: int, places: NDArray[Any]) -> NDArray[np.float32]:
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)  # as splitmix64
     bits = (mixed[:, None] >> np.arange(SIGNS, dtype=np.uint64)) & np.uint64(1)
     signs = np.asarray(2.0 * bits - 1.0, np.float32)
-    return signs[:-1] * signs[-1]
+    return np.asarray(signs[:-1] * signs[-1])
 
 
 def _numbers(result: Any) -> Iterator[tuple[NDArray[Any] | None, NDArray[Any]]]:
