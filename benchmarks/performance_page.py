@@ -20,9 +20,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 SERVERS = "2026-11-25-peers-news-third-epyc-avx512-2-cores.json"
 NEWS = "2026-11-25-bench-news-third-epyc-avx512-2-cores.json"
 DOCUMENTS = "2026-11-25-bench-documents-third-epyc-avx512-2-cores.json"
-AVX2_MINILM = "2026-11-29-bench-news-epyc-avx2-2-cores.json"
-# By model, from `python -m benchmarks.bench --servers` with the four servers of `avx2_table`.
-AVX2 = {"MiniLM": AVX2_MINILM}
 OTHER_MIXES = "2026-11-21-peers-short-documents-epyc-avx512-2-cores.json"
 LOADS = ("1", "32", "128")
 BUSY = "32"  # connections
@@ -65,29 +62,6 @@ def server_table() -> str:
     return "\n".join(lines)
 
 
-def avx2_table() -> str:
-    """Return int8 relative to fp32 on a processor with AVX2 only, through HTTP and as bare sessions."""
-    loads = ("1", "8", "32")
-    lines = [line(["", "", "1 connection", *loads[1:]]), line(["---"] * 5)]
-    for model, name in AVX2.items():
-        measured = rows_of(read(name)["contenders"])
-        fp32, int8, bare_fp32, bare_int8 = (
-            [measured[server]["closed"][load] for load in loads]
-            for server in ("packed fp32", "packed int8", "bare fp32", "bare int8")
-        )
-        bare = zip(bare_int8, bare_fp32, strict=True)
-        rows = {
-            "fp32, texts/s": [f"{load['rate']:.0f}" for load in fp32],
-            "int8": [figure(load) for load in int8],
-            "int8, processor time of a text": [f"{load['cpu_ratio']:.2f}" for load in int8],
-            "bare session, fp32, texts/s": [f"{load['rate']:.0f}" for load in bare_fp32],
-            "bare session, int8": [f"{ours['rate'] / other['rate']:.2f}" for ours, other in bare],
-        }
-        for number, (label, cells) in enumerate(rows.items()):
-            lines.append(line(["" if number else model, label, *cells]))
-    return "\n".join(lines)
-
-
 def packing_list() -> str:
     """Return what packing brings, as a list: figures of result files and of the table of families."""
     news = rows_of(read(NEWS)["contenders"])
@@ -126,7 +100,7 @@ def line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-BLOCKS = {"servers": server_table, "avx2": avx2_table, "packing": packing_list}
+BLOCKS = {"servers": server_table, "packing": packing_list}
 
 
 def render(page: str) -> str:
