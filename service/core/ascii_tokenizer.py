@@ -1,4 +1,4 @@
-"""A shortcut for ASCII text: the tokens of a BERT tokenizer by a table of words, in less than half of the time.
+"""A shortcut for ASCII text: the tokens of a BERT tokenizer by a table of words, in half of the time.
 
 BERT's tokenizer normalizes a text, divides it into words, and each word into pieces of its vocabulary. For printable
 ASCII text, `str.lower` and a regular expression take the first two steps. The table contains the pieces of the words
