@@ -38,9 +38,7 @@ def main() -> None:
         sizes = [len(encoding) for encoding in onnxruntime_baseline.encode(full, texts)]
         described = {"mix": options.mix, "count": len(texts), "mean_tokens": float(np.mean(sizes))}
         print(described)
-        chosen = list(variants(full, texts, scratch))
-        if options.servers:
-            chosen = [server for server in chosen if server.name in options.servers]
+        chosen = servers.chosen(options.servers, [*variants(full, texts, scratch)])
         rows = rounds.table(chosen, "embed", model, texts, scratch, options, weights=sizes)
         run_record.write({"texts": described, "contenders": rows}, options.out, model)
 

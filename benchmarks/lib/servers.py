@@ -381,14 +381,14 @@ SERVERS = (
 )
 
 
-def chosen(names: Sequence[str] | None) -> list[Server]:
+def chosen(names: Sequence[str] | None, among: Sequence[Server] = SERVERS) -> list[Server]:
     """Return the servers of these names, or all. Raises KeyError as `named` does."""
-    return [named(name) for name in names] if names else [*SERVERS]
+    return [named(name, among) for name in names] if names else [*among]
 
 
-def named(name: str) -> Server:
+def named(name: str, among: Sequence[Server] = SERVERS) -> Server:
     """Return the server of a name. Raises KeyError with the known names."""
-    by_name = {server.name: server for server in SERVERS}
+    by_name = {server.name: server for server in among}
     if name not in by_name:
         raise KeyError(f"no server {name!r}; there are {', '.join(by_name)}")
     return by_name[name]
