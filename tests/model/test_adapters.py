@@ -61,7 +61,7 @@ def adapted(request, tmp_path_factory) -> tuple[SentenceTransformer, Path]:
 
 
 def test_vectors(adapted):
-    """Vectors with the adapter equal those of the changed reference; the checkpoint itself does not change."""
+    """Vectors with the adapter equal those of the changed reference; the checkpoint does not change."""
     reference, folder = adapted
     found = {}
     for adapter in (None, TASK):
