@@ -150,8 +150,12 @@ class ModelManager:
         for folder in sorted(folders, key=lambda folder: -folder.stat().st_ctime):
             with self._logged(folder):
                 found.append((folder, bundles.list_texts(folder)))
-        # Encoders first, because heads need theirs.
-        for folder, texts in sorted(found, key=lambda own: own[1].manifest.encoder is not None):
+
+        def place(own: tuple[Path, BundleTexts]) -> tuple[bool, str]:
+            manifest = own[1].manifest
+            return manifest.encoder is not None, manifest.name  # heads last: they need encoders
+
+        for folder, texts in sorted(found, key=place):
             if texts.sha256 not in pinned:
                 with self._logged(folder):
                     yield self._list_cold(folder, texts, self._reserve(folder, texts))

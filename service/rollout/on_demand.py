@@ -238,6 +238,7 @@ class OnDemandDevice:
                     self._used[name] = time.monotonic()
                     await self.add_heads()
                     self._ready.add(name)
+                    log.info("opened", model=name)
             finally:
                 self._opening_now.remove(name)
                 await self._report_opening([*self._opening_now])

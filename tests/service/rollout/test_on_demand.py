@@ -1,6 +1,7 @@
 """Models of a directory are opened at their first requests, within a memory budget, and closed by use."""
 
 import asyncio
+import os
 import shutil
 import threading
 import time
@@ -148,6 +149,13 @@ async def test_models_open_at_their_first_request_and_close_by_use(start):
         assert ["a", "b"] == fleet.open_now
         with pytest.raises(UnknownModel):
             await fleet.device.open("d@1")
+
+
+async def test_models_are_listed_by_name(start, tmp_path):
+    """The default model is the first by name, whichever bundle has come last."""
+    os.utime(tmp_path / "models" / "c")
+    async with start() as fleet:
+        assert [*NAMES] == [*await fleet.states()]
 
 
 async def test_a_copy_under_the_same_name_is_not_listed(start, tmp_path):
