@@ -213,5 +213,6 @@ class Progress:
         self._shown = now
         rate = self._computed / (now - self._began)
         done = f"{self._total - self._left:,} of {self._total:,} rows"
-        left = f"{self._left / rate / 60:.0f} min left"
-        print(f"{done}, {rate:.0f} rows/s, {left}", file=sys.stderr, flush=True)
+        left = self._left / rate
+        time_left = f"{left / 60:.0f} min" if left >= 120 else f"{left:.0f} s"
+        print(f"{done}, {rate:.0f} rows/s, {time_left} left", file=sys.stderr, flush=True)

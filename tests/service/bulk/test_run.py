@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.feather as feather
@@ -21,7 +22,7 @@ from service.bulk.input_files import find_files
 from service.bulk.output_files import output_at
 from service.bulk.predictor import Predictor
 from service.bulk.ray_predictor import RayPredictor
-from service.bulk.run import run
+from service.bulk.run import Progress, run
 from service.core.data_files.text_files import DataError
 from service.core.remote_files import files_at
 from tests import samples
@@ -246,3 +247,17 @@ def test_a_run_in_an_object_store(tiny_bundle, files, tmp_path, monkeypatch):
         with files_at(BUCKET).open("out.jsonl") as file:
             assert (tmp_path / "whole.jsonl").read_bytes() == file.read()
     assert [] == [path for path in (tmp_path / "two").rglob("*") if path.is_file()]
+
+
+def test_progress_has_the_rate_and_the_time_left(monkeypatch, capsys):
+    moments = iter((0.0, 10.0, 20.0))
+    clock = SimpleNamespace(monotonic=lambda: next(moments))
+    monkeypatch.setattr("service.bulk.run.time", clock)
+    progress = Progress(4000)
+    progress.add(250)
+    progress.add(3250)
+    lines = [
+        "250 of 4,000 rows, 25 rows/s, 2 min left",
+        "3,500 of 4,000 rows, 175 rows/s, 3 s left",
+    ]
+    assert lines == capsys.readouterr().err.splitlines()
