@@ -205,19 +205,29 @@ def send(port: int, head: Head, texts: Sequence[str], connections: int, seconds:
 def timed(
     port: int, head: Head, texts: Iterable[str], end: float
 ) -> Iterator[tuple[float, http.client.HTTPMessage]]:
-    """Send a request for each text, one after the other, until `end`; yield the seconds and the headers of each."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    for text in texts:
-        if (began := time.perf_counter()) >= end:
-            break
-        path, body = request(head, text)
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        answer = response.read()
-        if response.status != 200:
-            raise SystemExit(f"quartet: {path} returned {response.status}: {answer[:200]!r}")
-        yield time.perf_counter() - began, response.headers
-    connection.close()
+    """Send a request for each text, one after the other, until `end`; yield the seconds and the headers of each.
+
+    The time ends when the response arrives, because http.client takes 0.3 ms to send a request and to read headers.
+    """
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        for text in texts:
+            path, body = request(head, text)
+            content = json.dumps(body).encode()
+            fields = (
+                f"Host: bench\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+            )
+            message = f"POST {path} HTTP/1.1\r\n{fields}\r\n\r\n".encode() + content
+            if (began := time.perf_counter()) >= end:
+                break
+            connection.sendall(message)
+            connection.recv(1, socket.MSG_PEEK)
+            took = time.perf_counter() - began
+            with http.client.HTTPResponse(connection) as response:
+                response.begin()
+                answer = response.read()
+            if response.status != 200:
+                raise SystemExit(f"quartet: {path} returned {response.status}: {answer[:200]!r}")
+            yield took, response.headers
 
 
 def quantile(values: Sequence[float], q: float) -> float:
