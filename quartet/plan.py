@@ -80,7 +80,7 @@ def main() -> int:
     try:
         moments, lengths = read_requests(arguments.lengths)
         replica = find_replica(arguments.name, arguments.precision, arguments.cost)
-        outside_ms = 1000 * (replica.request_s + replica.wake_s)
+        outside_ms = 1000 * (replica.request_s + replica.hop_s + replica.wake_s)
         print(f"{replica.model}, {replica.slots} cores, {outside_ms:.1f} ms outside the model")
         print("  replicas   busy    p50 ms    p99 ms")
 
@@ -185,13 +185,15 @@ def measure(folder: Path, precision: str) -> Replica:
     del opened, device
     head = next(iter(bundle.manifest.heads.values()))
     with serving(folder, "--precision", precision) as (port, _):
-        busy, idle = (measure_outside(port, head, costs, pause_s) for pause_s in (0.0, PAUSE_S))
+        request_s, hop_s = measure_outside(port, head, costs, 0.0)
+        idle_s = sum(measure_outside(port, head, costs, PAUSE_S))
     return Replica(
         model=f"{bundle.manifest.id} {runner.runs_on.precision}",
         costs=costs,
         slots=slots.number,
-        request_s=busy,
-        wake_s=max(idle - busy, 0.0),
+        request_s=request_s,
+        hop_s=hop_s,
+        wake_s=max(idle_s - request_s - hop_s, 0.0),
         tokens=settings.batch_tokens(kind),
         size=settings.batch_size(kind),
         max_length=longest,
@@ -199,11 +201,17 @@ def measure(folder: Path, precision: str) -> Replica:
     )
 
 
-def measure_outside(port: int, head: Head, costs: Mapping[int, Cost], pause_s: float) -> float:
-    """Return the median seconds of a request, after a pause, beyond the cost of its batch."""
-    times = []
+def measure_outside(
+    port: int, head: Head, costs: Mapping[int, Cost], pause_s: float
+) -> tuple[float, float]:
+    """Return the median seconds of a request, after a pause: in the HTTP process, and elsewhere outside its batch."""
+    http_s, elsewhere_s = [], []
     for took, headers in timed(port, head, itertools.repeat(TEXT), time.perf_counter() + OUTSIDE_S):
         tokens = int(headers["X-Quartet-Batch"].rpartition("=")[2])
-        times.append(took - min(cost.seconds(tokens, 1, tokens) for cost in costs.values()))
+        batch_s = min(cost.seconds(tokens, 1, tokens) for cost in costs.values())
+        parts = (part.split(";dur=") for part in headers["Server-Timing"].split(", "))
+        ms = {name: float(value) for name, value in parts}
+        http_s.append((ms["total"] - ms["queue"] - ms["inference"] - ms["return"]) / 1000)
+        elsewhere_s.append(took - batch_s - http_s[-1])
         time.sleep(pause_s)
-    return max(quantile(times, 0.5), 0.0)
+    return max(quantile(http_s, 0.5), 0.0), max(quantile(elsewhere_s, 0.5), 0.0)

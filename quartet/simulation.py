@@ -36,6 +36,7 @@ class Replica:
 
     costs: of a batch, by the slots that it takes
     request_s: seconds that the HTTP process takes for a request: HTTP, tokenizer, decoding
+    hop_s: further seconds of a request between the client and the processes
     wake_s: further seconds after a pause of `PAUSE_S`, because processes are woken and caches are cold
     tokens, size: the limits of a batch
     max_length: the tokens at which a text is truncated
@@ -45,6 +46,7 @@ class Replica:
     costs: Mapping[int, Cost]
     slots: int
     request_s: float
+    hop_s: float
     wake_s: float
     tokens: int
     size: int
@@ -63,8 +65,9 @@ class Simulation:
 
     def __init__(self, replica: Replica, rate: float) -> None:
         self._replica = replica
-        # The HTTP process takes its time from the batches where these use all cores.
-        self._slowdown = 1 / max(1 - rate * replica.request_s / replica.slots, 0.01)
+        # The work outside batches takes its time from the batches where these use all cores.
+        outside_s = replica.request_s + replica.hop_s
+        self._slowdown = 1 / max(1 - rate * outside_s / replica.slots, 0.01)
         estimators = {width: Estimator() for width in replica.costs}
         for width, cost in replica.costs.items():
             estimators[width].cost = cost
@@ -101,7 +104,7 @@ class Simulation:
         while self._running and self._running[0][0] <= now:
             end, _, width, batch = heappop(self._running)
             self._idle += width
-            yield from (end - entry.arrival for entry in batch)
+            yield from (end - entry.arrival + self._replica.hop_s for entry in batch)
             self._start(end)
 
     def _start(self, now: float) -> None:

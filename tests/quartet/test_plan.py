@@ -17,6 +17,7 @@ SECOND = Replica(
     costs={1: Cost(per_run=1.0, per_token=0.0, per_slot=0.0)},
     slots=1,
     request_s=0.0,
+    hop_s=0.0,
     wake_s=0.0,
     tokens=1000,
     size=1,
@@ -26,7 +27,7 @@ SECOND = Replica(
 
 
 def test_each_request_waits_for_those_before_it():
-    """A batch holds as many entries as its limit; the HTTP process delays each request."""
+    """A batch holds as many entries as its limit; the HTTP process delays each request, and the next ones."""
     arrivals = [Arrival(0.0, 10)] * 3
     assert [1, 2, 3] == [*Simulation(SECOND, 0.1).latencies(arrivals)]
     pairs = replace(SECOND, size=2)
@@ -36,6 +37,8 @@ def test_each_request_waits_for_those_before_it():
     slow = replace(two, request_s=0.25, wake_s=0.5)
     assert [1.25, 1.5, 2.25] == pytest.approx([*Simulation(slow, 0.0).latencies(arrivals)])
     assert [1.75] == pytest.approx([*Simulation(slow, 0.0).latencies([Arrival(9.0, 10)])])
+    far = replace(two, hop_s=0.25)
+    assert [1.25, 1.25, 2.25] == pytest.approx([*Simulation(far, 0.0).latencies(arrivals)])
 
 
 def test_the_mean_wait_is_that_of_queueing_theory():
