@@ -1,6 +1,6 @@
 """Measure the service behind Ray Serve, and by itself: processor time per request, all processes included.
 
-RAY_SERVE_ENABLE_HA_PROXY=1 RAY_SERVE_THROUGHPUT_OPTIMIZED=1 .venv-ray/bin/python -m benchmarks.ray_serve BUNDLE
+.venv-ray/bin/python -m benchmarks.ray_serve BUNDLE    with the variables of docs/how-to/ray.md
 
 One replica with all cores (`one`) and a replica for each core (`each`) run in one local cluster of Ray. The loads take
 turns, so that other work on the machine slows all of them. Ray's processes also work without requests: that time is
