@@ -35,7 +35,7 @@ from service.middleware.service_state import Service
 from service.observability import logs
 from service.observability.metrics import Metrics
 from service.processes.single_process import open_local_engines
-from service.rollout.model_manager import no_trial
+from service.rollout.model_manager import do_nothing
 from service.scheduling.load import Load
 from service.settings import Settings
 from service.settings_sources import find_bundles
@@ -99,7 +99,7 @@ class EmbeddedService:
         self.settings = Settings(bundles=tuple(map(Path, bundles)) or find_bundles(), **settings)
         self._metrics = metrics = Metrics()
         # A model is not opened in a process of its own first, because the program would get a child.
-        open_engines = partial(open_local_engines, metrics, trial=no_trial)
+        open_engines = partial(open_local_engines, metrics, trial=do_nothing)
         app = create_app(self.settings, open_engines, metrics)
         self.app = MountedApp(app)
         self._lifespan = partial(app.router.lifespan_context, app)

@@ -9,7 +9,7 @@ observation, because a page of a hundred models would be long.
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -292,24 +292,13 @@ class Metrics:
             self._poison.labels(model).inc(len(stats.failed))
 
     def observe_remote_batch(
-        self,
-        bundle: str,
-        size: int,
-        tokens: int,
-        longest: int,
-        queue_s: Sequence[float],
-        inference_s: float,
-        failed: int,
-        padded: bool,
+        self, figures: Mapping[str, Any], failed: int, padded: bool = False
     ) -> None:
-        """Record a batch of another device's process, with the figures of its `BatchStats`.
-
-        failed: the number of its entries that failed
-        """
-        stats = BatchStats(bundle, size, tokens, longest, tuple(queue_s), inference_s)
+        """Record a batch of another process: the fields of its `BatchStats`, and how many of its entries failed."""
+        stats = BatchStats(**figures)
         self.observe_batch(stats, padded)
         if failed:
-            self._poison.labels(bundle).inc(failed)
+            self._poison.labels(stats.bundle).inc(failed)
 
     def watch(
         self,

@@ -9,7 +9,7 @@ import socket
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 from service import errors
@@ -48,7 +48,8 @@ class Followers:
         await self._devices[number - 1].connect(end)
 
     def _begin(self, device: RemoteDevice) -> None:
-        for work in (device.follow_metrics(self._observe), self._hold_again(device)):
+        observe = partial(messages.Observed.repeat, metrics=self._metrics)
+        for work in (device.follow_metrics(observe), self._hold_again(device)):
             task = asyncio.create_task(work)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -66,9 +67,6 @@ class Followers:
                 await device.hold(models)
 
         await asyncio.gather(*map(hold, self._devices))
-
-    def _observe(self, observed: messages.Observed) -> None:
-        observed.repeat(self._metrics)
 
     def loads(self) -> Mapping[str, Load]:
         """Return the load of each device by its name."""
@@ -88,10 +86,8 @@ class ForwardedMetrics(Metrics):
         self._calls: deque[tuple[str, Sequence[object]]] = deque(maxlen=KEPT)
 
     def observe_batch(self, stats: BatchStats, padded: bool = False) -> None:
-        figures = (stats.bundle, stats.size, stats.tokens, stats.longest)
-        times = (stats.queue_s, stats.inference_s)
-        arguments = (*figures, *times, len(stats.failed), padded)
-        self._calls.append(("observe_remote_batch", arguments))
+        figures = asdict(replace(stats, failed={}, batch=()))
+        self._calls.append(("observe_remote_batch", (figures, len(stats.failed), padded)))
 
     def observe_canary(self, model: str, well: bool) -> None:
         self._calls.append(("observe_canary", (model, well)))

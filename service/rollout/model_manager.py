@@ -54,19 +54,11 @@ CommandResult = Mapping[str, Any]
 Resume = Mapping[str, Any]  # state for the next process, as JSON
 
 
-async def tell_nobody(_: Mapping[str, object]) -> None:
-    """Ignore a report, where there is no main process to send it to."""
-
-
-async def no_trial(settings: Settings, folder: Path) -> None:
-    """Open no bundle elsewhere, which proves nothing."""
-
-
 Hold = Callable[[Sequence[ModelRecord]], Awaitable[None]]
 
 
-async def hold_nowhere(models: Sequence[ModelRecord]) -> None:
-    """Open no bundle on other devices, where there are none."""
+async def do_nothing(*_: object) -> None:
+    """Report, try and hold nothing, where there is no other process."""
 
 
 class ModelManager:
@@ -85,9 +77,9 @@ class ModelManager:
         device: LocalDevice,
         settings: Settings,
         metrics: Metrics,
-        report: Callable[[Mapping[str, object]], Awaitable[None]] = tell_nobody,
-        trial: Trial = no_trial,
-        hold: Hold = hold_nowhere,
+        report: Callable[[Mapping[str, object]], Awaitable[None]] = do_nothing,
+        trial: Trial = do_nothing,
+        hold: Hold = do_nothing,
     ) -> None:
         self.models: Models = ()
         self._hold = hold

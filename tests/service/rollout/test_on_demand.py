@@ -28,7 +28,7 @@ from service.engines.proofs import FILE, Proof
 from service.errors import NotReady, UnknownModel
 from service.observability.metrics import Metrics
 from service.processes.trial import open_once
-from service.rollout.model_manager import ModelManager, kept_of, no_trial
+from service.rollout.model_manager import ModelManager, do_nothing, kept_of
 from service.rollout.on_demand import Trial
 from service.scheduling.entries import Entry, Outcome
 from service.settings import Settings
@@ -97,7 +97,7 @@ def start(fleet_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         resume: Mapping[str, Any] | None = None,
         models: int = 2,
         precision: str = "auto",
-        trial: Trial = no_trial,
+        trial: Trial = do_nothing,
     ) -> AsyncIterator[Fleet]:
         settings = Settings(
             models_dir=folder,
