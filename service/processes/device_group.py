@@ -63,7 +63,7 @@ class DeviceGroup:
         for device in self.devices:
             device.when_lost = self._compute_lost
         for device in self.devices[1:]:
-            device.begins_with_lost = False  # its process has no models yet
+            device.when_open = lambda: None  # its process has no models yet
             device.subscribe(NoModels())
 
     async def submit(

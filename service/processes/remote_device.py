@@ -48,13 +48,9 @@ class RemoteDevice:
         name: str = "cpu",
     ) -> None:
         self._name = name
-        self.begins_with_lost = (
-            True  # a new process computes the lost requests as soon as it is open
-        )
-        self.when_open: Callable[[], object] = lambda: (
-            None
-        )  # called when a process accepts requests
-        self.when_lost: Callable[[], object] = lambda: None  # called when it has lost a request
+        # Called when a process accepts requests, and when it has lost a request.
+        self.when_open: Callable[[], object] = self.compute_lost
+        self.when_lost: Callable[[], object] = lambda: None
         self._broken = broken
         self._peer: Peer | None = None
         self._is_open = False  # new requests follow the inference process's model table
@@ -285,8 +281,6 @@ class RemoteDevice:
             if self._lost_models:
                 self._peer.notify(messages.Lost([*self._lost_models]))
                 self._lost_models.clear()
-            if self.begins_with_lost:
-                self.compute_lost()
             self.when_open()
 
 
