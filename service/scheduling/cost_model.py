@@ -27,6 +27,7 @@ MEMORY = 0.98  # factor on the weight of a batch for each later batch: about the
 WARM_UP = 0.1  # weight of a warm-up sample relative to a new batch
 REFIT_EVERY = 8  # batches
 SURPRISE = 1.25  # ratio of measured and expected time, or its inverse, above which a batch refits the cost at once
+SHORT_S = 0.001  # of a batch that causes no fit by itself, because a fit takes 0.1 ms
 RIDGE = 1e-8
 DRAIN_S = 2.0  # seconds of work after which the weight of older work falls to 1 / e
 TERMS = 4
@@ -109,6 +110,8 @@ class Estimator:
     def _surprises(self, sample: Sample) -> bool:
         """Return whether a batch's time differs so much that the cost must be corrected at once."""
         expected = self._expected_s(sample)
+        if max(expected, sample.seconds) < SHORT_S:
+            return False
         return not expected < SURPRISE * sample.seconds < SURPRISE**2 * expected
 
     def _expected_s(self, sample: Sample) -> float:

@@ -288,6 +288,17 @@ def test_what_is_about_as_expected_waits_for_others(times):
     assert refits[7]
 
 
+def test_a_short_batch_causes_no_fit():
+    """A fit would take longer than such a batch; eight are learnt from together."""
+    estimator = Estimator([Sample(tokens, 1, tokens, 1e-7 * tokens) for tokens in (16, 128, 512)])
+    before = estimator.cost
+    for _ in range(7):
+        estimator.refine(Sample(128, 1, 128, 4e-4))
+        assert before == estimator.cost
+    estimator.refine(Sample(128, 1, 128, 4e-4))
+    assert before != estimator.cost
+
+
 def test_what_takes_twice_as_long_as_expected_drains_at_half_the_speed():
     """Soon, whatever it was before; and as soon back again."""
     drain = Drain()
