@@ -123,4 +123,4 @@ def run_torch(model: "EncoderWithHeads", encodings: Sequence[Window]) -> list[Ba
     """Compute the outputs of each encoding with PyTorch, in one packed batch."""
     packed = pack(encodings)
     starts = row_starts(packed, model.described)
-    return split(torch_outputs(model, packed), len(encodings), starts)
+    return split(torch_outputs(model, packed), encodings, starts)

@@ -59,7 +59,7 @@ def _runner(bundle: Bundle, run_packed: Callable[[Packed], BatchOutputs]) -> Run
     def run(encodings: Sequence[Window]) -> list[BatchOutputs]:
         packed = pack(encodings)
         starts = row_starts(packed, bundle.manifest.heads)
-        return split(run_packed(packed), len(encodings), starts)
+        return split(run_packed(packed), encodings, starts)
 
     return run
 

@@ -69,7 +69,7 @@ class FrozenEncoder:
         """Return the hidden states of each window, `[n, H]`, by the name "states"."""
         packed, name = pack(windows), self.states_name
         outputs = {"states": self._session.run(packed, (name,))[name]}
-        return split(outputs, len(windows), {"states": packed.layout.cu_seqlens})
+        return split(outputs, windows, {"states": packed.layout.cu_seqlens})
 
     def golden_states(self) -> list[Floats]:
         """Return the hidden states of each golden of the bundle, in a batch of its own."""

@@ -94,7 +94,9 @@ class Simulation:
 
     def _enter(self, arrival: Arrival) -> None:
         tokens = min(arrival.tokens, self._replica.max_length)
-        entry = Entry(MODEL, cast(Window, range(tokens)), "", arrival.at, math.inf)
+        entry = Entry(
+            MODEL, Window(cast(Any, range(tokens)), cast(Any, ())), "", arrival.at, math.inf
+        )
         flow_queue = self._queue.flow_queue(entry.flow)
         request = QueuedRequest([entry], self._pending, flow_queue=flow_queue)
         flow_queue.admit(request)

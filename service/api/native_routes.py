@@ -1,6 +1,6 @@
 """The native endpoints: each reads a request, calls the engine and formats the result."""
 
-import base64
+from binascii import b2a_base64
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
@@ -271,8 +271,8 @@ def numbers(vector: Vector) -> Vector:
 
 
 def base64_of(vector: Vector) -> str:
-    little_endian = vector.astype(vector.dtype.newbyteorder("<"))
-    return base64.b64encode(little_endian.tobytes()).decode("ascii")
+    little_endian = vector.astype(vector.dtype.newbyteorder("<"), copy=False)
+    return b2a_base64(little_endian.tobytes(), newline=False).decode("ascii")
 
 
 def rows_as_base64(vectors: Vector) -> list[str]:

@@ -42,7 +42,9 @@ class InLines(Generic[T]):
             is_large = plan.answer_bytes(index, item) > LARGE_BYTES
             return self.line(index, plan.decode(index, item, outputs), is_large)
 
-        return replace(plan, decode=decode, result_bytes=plan.result_bytes and len)
+        return replace(
+            plan, decode=decode, decode_rows=None, result_bytes=plan.result_bytes and len
+        )
 
     def line(self, index: int, result: T | None, is_large: bool = False) -> bytes:
         content = {"index": index, self.name: None if result is None else self.show(result)}

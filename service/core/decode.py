@@ -60,7 +60,7 @@ class TokenScore(NamedTuple):
     sequence: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class MaskedText(Cut):
     """One input with its mask tokens; `windows` are only those that a mask token is read from."""
 
@@ -170,6 +170,15 @@ def embed(
     vector = vector[:dimensions]
     norm = math.sqrt(vector @ vector) if normalize else 0
     return (vector / norm if norm > 0 else vector).astype(np.float32)
+
+
+def embed_rows(vectors: Floats, *, normalize: bool, dimensions: int | None) -> Floats:
+    """Return the vectors of texts of one window each, `[k, D]`, bit for bit as `embed` does one by one."""
+    rows = vectors[:, :dimensions].astype(np.float64)
+    if normalize:
+        norms = np.sqrt(np.vecdot(rows, rows))
+        rows /= np.where(norms > 0, norms, 1)[:, None]
+    return rows.astype(np.float32)
 
 
 def quantize(vector: Floats, dtype: OutputDtype, ranges: Ranges | None = None) -> Vector:

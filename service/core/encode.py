@@ -23,24 +23,26 @@ from service.core.words import Places
 Truncate = bool | Literal["window"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Window:
-    """One sequence of a batch: n tokens, special tokens included.
+    """One sequence of a batch: n tokens, special tokens included; or several sequences, one after the other.
 
     input_ids       [n]     int64
     token_type_ids  [n]     int64
-    hidden                  number of tokens, the last ones, that no token attends to
+    hidden                  number of tokens, the last ones, that no token attends to; 0 for several sequences
+    lengths                 tokens of each of several sequences; empty for one
     """
 
     input_ids: NDArray[np.int64]
     token_type_ids: NDArray[np.int64]
     hidden: int = field(default=0, kw_only=True)
+    lengths: Sequence[int] = field(default=(), kw_only=True)
 
     def __len__(self) -> int:
         return len(self.input_ids)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Encoding(Window):
     """A window of one input, with the positions of its tokens in the text.
 
@@ -55,7 +57,7 @@ class Encoding(Window):
     sequence: NDArray[np.int8]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Cut:
     """One input: its windows in text order (one, unless it was too long), and whether it was truncated."""
 
@@ -69,10 +71,12 @@ class Cut:
 
     @property
     def tokens(self) -> int:
+        if len(self.windows) == 1:
+            return len(self.windows[0].input_ids)
         return sum(map(len, self.windows))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Encoded(Cut):
     """One input whose windows contain the positions of their tokens in the text."""
 
@@ -251,6 +255,9 @@ class Encoder:
         tokens = self._ids(together, _needed(self._capacity, truncate))
         if prompt and truncate == "window":
             return [Cut(self._prompted(ids, prompt, stride), False) for ids in tokens]
+        capacity = self._capacity
+        if max(map(len, tokens), default=0) <= capacity:
+            return [Cut((_frame_ids(self._single, ids),), False) for ids in tokens]
         plans = self._plan([*map(len, tokens)], truncate, stride)
         return [
             Cut(tuple(_frame_ids(self._single, own[cut]) for cut in cuts), truncated)

@@ -306,6 +306,11 @@ class Head(_Record):
         return 2 if self.task == "qa" else next(filter(None, sizes), 0)
 
     @property
+    def per_sequence(self) -> bool:
+        """Whether the output has one row for each sequence, `[B, ...]`."""
+        return not (self.per_token or self.per_pair or self.mask_token_id is not None)
+
+    @property
     def per_token(self) -> bool:
         return self.task in PER_TOKEN or (
             self.sparse is not None and self.sparse.source == "tokens"

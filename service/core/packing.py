@@ -225,23 +225,42 @@ def row_starts(packed: Packed, heads: Mapping[str, Head]) -> dict[str, Ints | In
 
 def pack(windows: Sequence[Window]) -> Packed:
     """Concatenate windows, in order, into one packed batch."""
-    if len(windows) == 1 and len(only := windows[0]):
+    if len(windows) == 1 and len(only := windows[0]) and not only.lengths:
         layout = lone_layout(len(only), len(only) - only.hidden)
         return Packed(only.input_ids, only.token_type_ids, layout.pack, layout)
-    layout = make_layout(map(len, windows), (window.hidden for window in windows))
-    return Packed(
+    hidden = None
+    if any(window.hidden for window in windows):
+        hidden = [window.hidden for window in windows for _ in window.lengths or (0,)]
+    layout = make_layout(sequence_lengths(windows), hidden)
+    several = join(windows)
+    return Packed(several.input_ids, several.token_type_ids, positions(layout), layout)
+
+
+def join(windows: Sequence[Window]) -> Window:
+    """Return the sequences of windows, one after the other, without their `hidden`."""
+    return Window(
         np.concatenate([window.input_ids for window in windows]),
         np.concatenate([window.token_type_ids for window in windows]),
-        positions(layout),
-        layout,
+        lengths=sequence_lengths(windows),
     )
+
+
+def sequence_lengths(windows: Sequence[Window]) -> list[int]:
+    """Return the tokens of each sequence."""
+    return [length for own in windows for length in own.lengths or (len(own),)]
+
+
+def divide(window: Window) -> list[Window]:
+    """Return a window for each of several sequences."""
+    ends = np.cumsum(window.lengths)[:-1]
+    parts = (np.split(array, ends) for array in (window.input_ids, window.token_type_ids))
+    return [Window(*own) for own in zip(*parts, strict=True)]
 
 
 def golden_windows(golden: Golden) -> list[Window]:
     """Return the input of each golden."""
-    ends = golden.lengths.cumsum()[:-1]
-    parts = (np.split(array, ends) for array in (golden.input_ids, golden.token_type_ids))
-    return [Window(*own) for own in zip(*parts, strict=True)]
+    lengths = golden.lengths.tolist()
+    return divide(Window(golden.input_ids, golden.token_type_ids, lengths=lengths))
 
 
 def each(packed: Packed) -> Iterator[Packed]:
@@ -258,18 +277,25 @@ def each(packed: Packed) -> Iterator[Packed]:
 
 
 def split(
-    outputs: Mapping[str, NDArray[np.float32]], sequences: int, starts: Mapping[str, NDArray[Any]]
+    outputs: Mapping[str, NDArray[np.float32]],
+    windows: Sequence[Window],
+    starts: Mapping[str, NDArray[Any]],
 ) -> list[dict[str, NDArray[np.float32]]]:
-    """Split the outputs of a batch into B items, each with the rows of one sequence by output name.
+    """Return the outputs of each window of a batch, by output name.
 
     outputs: `[R, ...]` for the names in `starts`, `[B, ...]` for all others
-    sequences: B
     starts: see `row_starts`
+    A window of k sequences has `[k, ...]` of the others.
     """
-    return [
-        {
-            name: value[starts[name][row] : starts[name][row + 1]] if name in starts else value[row]
-            for name, value in outputs.items()
-        }
-        for row in range(sequences)
-    ]
+    found, row = [], 0
+    for window in windows:
+        end = row + (len(window.lengths) or 1)
+        own = {}
+        for name, value in outputs.items():
+            if name in starts:
+                own[name] = value[starts[name][row] : starts[name][end]]
+            else:
+                own[name] = value[row:end] if window.lengths else value[row]
+        found.append(own)
+        row = end
+    return found

@@ -12,8 +12,9 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from service.core.bundle import BundleTexts
 from service.core.cpu import CPU
-from service.core.encode import Cut, Encoded, Encoder, TextError, is_panic
-from service.core.manifest import EMBEDDING_FIELDS, Head, Manifest, Task
+from service.core.encode import Cut, Encoded, Encoder, TextError, Window, is_panic
+from service.core.manifest import ATTENTION, EMBEDDING_FIELDS, Head, Manifest, Task
+from service.core.packing import join
 from service.core.state_heads import output_name
 from service.engines.device import Device, RunsOn
 from service.engines.model_state import ServedModel
@@ -225,15 +226,17 @@ class Engine:
         items, errors = encoded.items, encoded.errors
         usage = _usage(items)
         submitted = time.monotonic()
-        entries = self._entries(plan.heads, items, ticket, submitted)
+        inputs = self._entries(plan.heads, items, ticket, submitted)
+        entries = [*inputs]
         ticket.tokens = usage.tokens
         if ticket.on_submit is not None:
             ticket.on_submit()
         decode = plan.decode if plan.result_bytes is None else self._count(plan, encoded)
         if self._prefix:
             decode = _with_own_names(decode, self._prefix)
+        rows = None if self._prefix or plan.result_bytes else plan.decode_rows
         collector = ResultCollector(
-            items, entries, errors, ticket.isolate_errors, decode, on_result
+            items, inputs, errors, ticket.isolate_errors, decode, rows, on_result
         )
         if on_result is None:
             outcomes = await self._device.submit(entries)
@@ -314,19 +317,17 @@ class Engine:
             collector.finish(complete, result, began)
 
         def on_outcome(entry: Entry, outcome: EntryOutcome) -> None:
-            complete = collector.add(entry, outcome)
-            if complete is None:
-                return
-            began = time.perf_counter()
-            own = plan.sizes[complete.place] // CHARACTERS_PER_TOKEN
-            size = max(complete.item.tokens, own, 1)
-            if plan.decodes_inline:
-                written = plan.answer_bytes(complete.place, complete.item)
-                size = max(size, written // BYTES_PER_TOKEN)
-            if not (plan.decodes_inline and self._inline.take(size)):
-                large.append(asyncio.create_task(decode_in_thread(complete, size, began)))
-            else:
-                collector.finish(complete, collector.decode(complete), began)
+            for complete in collector.add(entry, outcome):
+                began = time.perf_counter()
+                own = plan.sizes[complete.place] // CHARACTERS_PER_TOKEN
+                size = max(complete.item.tokens, own, 1)
+                if plan.decodes_inline:
+                    written = plan.answer_bytes(complete.place, complete.item)
+                    size = max(size, written // BYTES_PER_TOKEN)
+                if not (plan.decodes_inline and self._inline.take(size)):
+                    large.append(asyncio.create_task(decode_in_thread(complete, size, began)))
+                else:
+                    collector.finish(complete, collector.decode(complete), began)
 
         try:
             outcomes = await self._device.submit(entries, on_outcome)
@@ -405,11 +406,12 @@ class Engine:
 
     def _entries(
         self, heads: Heads, encoded: Sequence[Cut | None], ticket: Ticket, arrival: float
-    ) -> list[Entry]:
-        if self._prefix:
-            heads = tuple(self._prefix + head for head in heads)
-        return [
-            Entry(
+    ) -> dict[Entry, Sequence[int]]:
+        """Return the entries of a request, each with the indices of its inputs."""
+        own_heads = tuple(self._prefix + head for head in heads) if self._prefix else heads
+
+        def entry(window: Window) -> Entry:
+            return Entry(
                 bundle=self.computed_by,
                 window=window,
                 request_id=ticket.request_id,
@@ -417,11 +419,44 @@ class Engine:
                 deadline=ticket.deadline,
                 priority=ticket.priority,
                 tenant=ticket.tenant,
-                heads=heads,
+                heads=own_heads,
             )
-            for item in encoded
-            for window in windows(item)
+
+        entries: dict[Entry, Sequence[int]] = {}
+        together: set[int] = set()
+        for group in self._group(heads, encoded):
+            together.update(group)
+            entries[entry(join([windows(encoded[index])[0] for index in group]))] = group
+        for index, item in enumerate(encoded):
+            if index not in together:
+                entries |= {entry(window): (index,) for window in windows(item)}
+        return entries
+
+    def _group(self, heads: Heads, encoded: Sequence[Cut | None]) -> list[list[int]]:
+        """Return the inputs of each entry of several: of similar lengths, and short for the device's speed."""
+        if len(encoded) < 2 or self._prefix or self.runs_on.layout == "alone":
+            return []
+        if ATTENTION in heads or not all(self.manifest.heads[name].per_sequence for name in heads):
+            return []
+        sizes = [
+            (item.tokens, index)
+            for index, item in enumerate(encoded)
+            if item is not None and len(item.windows) == 1
         ]
+        load = self._device.load()
+        # Every slot gets an entry.
+        part = -(-sum(size for size, _ in sizes) // load.slots)
+        most = min(load.entry_tokens(self.computed_by), part)
+        groups: list[list[int]] = []
+        tokens = most
+        for size, index in sorted(sizes):
+            if tokens + size <= most and len(groups[-1]) < load.entry_size:
+                tokens += size
+                groups[-1].append(index)
+            else:
+                tokens = size
+                groups.append([index])
+        return [group for group in groups if len(group) > 1]
 
     # -- lifecycle --------------------------------------------------------------------------------
 

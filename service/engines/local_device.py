@@ -55,7 +55,7 @@ from service.engines.device import RunsOn
 from service.engines.memory_need import fit_memory, on_demand_folders
 from service.engines.proofs import Proof
 from service.engines.self_test import SelfTest, SelfTests, smallest
-from service.errors import InferenceFailed
+from service.errors import QuartetError
 from service.liveness import StallClock, hang_limit_s
 from service.observability.logs import LogLimiter
 from service.observability.metrics import Metrics
@@ -102,7 +102,7 @@ class Runner:
         wanted = heads if self._states is None else graph_outputs(heads, self._states)
         outputs = self._sessions[width].run(packed, wanted)
         computed = {name: self._heads[name] for name in outputs}
-        rows = split(outputs, len(windows), row_starts(packed, computed))
+        rows = split(outputs, windows, row_starts(packed, computed))
         states, shared = self._states, self.shared
         if states is None or states not in outputs or not shared:
             return [*rows]
@@ -539,20 +539,20 @@ class LocalDevice:
     def _observe(self, stats: BatchStats) -> None:
         if len(stats.failed) < stats.size:
             self._self_tests.ended_well(stats.bundle)
-        for entry, error in stats.failed.items():
-            self._tell_poison(entry, error)
+        for failed in stats.failed:
+            self._tell_poison(*failed)
         runner = self._runners.get(stats.bundle)  # None if it is unloaded since
         self._metrics.observe_batch(stats, runner is not None and runner.padded)
 
-    def _tell_poison(self, entry: Entry, error: InferenceFailed) -> None:
+    def _tell_poison(self, entry: Entry, window: Window, error: QuartetError) -> None:
         """Log an input that fails inference, with enough to identify it and without its text."""
         if self._poison.may_tell():
             log.error(
                 "an input failed alone",
                 model=entry.bundle,
                 head=",".join(entry.heads),
-                tokens=entry.tokens,
-                sha256=fingerprint(entry.window),
+                tokens=len(window),
+                sha256=fingerprint(window),
                 problem=str(error.__cause__ or error),
                 request_id=entry.request_id,
                 untold=self._poison.untold(),

@@ -8,13 +8,14 @@ import asyncio
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from service.engines.device import Device
 from service.scheduling.entries import Entry, EntryOutcome, Heads, OnOutcome, Outcome, Outputs
+from service.scheduling.load import Load
 
 ENTRY_BYTES = 400  # of a remembered window, in addition to its outputs
 FOUND = ("hit", "joined", "computed")
@@ -53,7 +54,7 @@ class ResultCache:
     """
 
     def __init__(self, device: Device, max_bytes: int, shared: bool, observe: ObserveFound) -> None:
-        self.load, self.loads, self.alive = device.load, device.loads, device.alive
+        self.loads, self.alive = device.loads, device.alive
         self.bytes = 0
         self._device = device
         self._max_bytes = max_bytes
@@ -66,6 +67,10 @@ class ResultCache:
     @property
     def max_queue_tokens(self) -> int:
         return self._device.max_queue_tokens
+
+    def load(self) -> Load:
+        """Return the device's load. Each entry has one window, which may be remembered."""
+        return replace(self._device.load(), entry_size=1)
 
     def keep(self, models: Mapping[str, str]) -> None:
         """Forget the outputs of all models but these. models: the hash of each bundle by its id"""

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from service.core.decode import Floats
 from service.core.encode import Cut
-from service.engines.result_collector import Decode
+from service.engines.result_collector import Decode, DecodeRows
 from service.errors import TooLarge
 from service.scheduling.entries import Heads, Outputs
 from service.settings import Settings
@@ -86,6 +86,8 @@ class TaskPlan(Generic[C, T]):
     encode: Callable[[slice], Sequence[C]]  # encodes a slice of the inputs; may raise TextError
     # Makes the result of one input from its index, its windows and each window's outputs by head.
     decode: Decode[C, T]
+    # Makes the results of several inputs of one window each at once, as `decode` does; None if only `decode` can.
+    decode_rows: DecodeRows[T] | None = field(default=None, kw_only=True)
     # Returns the largest size of the result of one input in JSON, from its index and its windows.
     answer_bytes: Callable[[int, C], int]
     shared: Shared[Any] | None = None  # texts that are read before the inputs
@@ -124,6 +126,7 @@ def together(plans: Mapping[K, TaskPlan[C, Any]]) -> TaskPlan[C, dict[K, Any]]:
         first,
         heads=tuple(dict.fromkeys(head for plan in plans.values() for head in plan.heads)),
         decode=decode,
+        decode_rows=None,
         answer_bytes=sum_of_answers(plans.values()),
         result_bytes=result_bytes if any(plan.result_bytes for plan in plans.values()) else None,
         decodes_inline=all(plan.decodes_inline for plan in plans.values()),

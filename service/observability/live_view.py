@@ -128,6 +128,11 @@ class LiveView:
 def show(stats: BatchStats, padded: bool) -> Mapping[str, object]:
     """Return a batch as a frame contains it. Texts of one request have the same number in `requests`."""
     numbers: dict[int, int] = {}
+    texts = [
+        (entry, length)
+        for entry in stats.batch
+        for length in entry.window.lengths or [entry.tokens]
+    ]
     return {
         "model": stats.bundle,
         "seconds": stats.inference_s,
@@ -135,10 +140,10 @@ def show(stats: BatchStats, padded: bool) -> Mapping[str, object]:
         "tokens": stats.tokens,
         "slots": stats.slots,
         "padded": padded,
-        "lengths": [entry.tokens for entry in stats.batch[:TEXTS]],
+        "lengths": [length for _, length in texts[:TEXTS]],
         "requests": [
-            numbers.setdefault(id(entry.request), len(numbers)) for entry in stats.batch[:TEXTS]
+            numbers.setdefault(id(entry.request), len(numbers)) for entry, _ in texts[:TEXTS]
         ],
-        "heads": Counter(" + ".join(entry.heads) or "all" for entry in stats.batch),
-        "bulk": sum(entry.priority > 0 for entry in stats.batch),
+        "heads": Counter(" + ".join(entry.heads) or "all" for entry, _ in texts),
+        "bulk": sum(entry.priority > 0 for entry, _ in texts),
     }

@@ -171,15 +171,19 @@ async def _leave(peer: Peer, model_id: str) -> None:
 
 
 def entries(request: messages.Submit, arrays: bytes) -> list[Entry]:
-    tokens = np.frombuffer(arrays, np.int64).reshape(2, -1)
+    ids, types = np.frombuffer(arrays, np.int64).reshape(2, -1)
     heads = tuple(request.heads)
-    ends = itertools.accumulate(request.lengths)
-    every_hidden = request.hidden or [0] * len(request.lengths)
+    lengths = [[own] if isinstance(own, int) else own for own in request.lengths]
+    ends = itertools.accumulate(map(sum, lengths))
+    every_hidden = request.hidden or [0] * len(lengths)
     return [
         Entry(
             bundle=request.bundle,
             window=Window(
-                tokens[0, end - length : end], tokens[1, end - length : end], hidden=hidden
+                ids[end - sum(own) : end],
+                types[end - sum(own) : end],
+                hidden=hidden,
+                lengths=own if len(own) > 1 else (),
             ),
             request_id=request.request_id,
             arrival=request.arrival,
@@ -189,7 +193,7 @@ def entries(request: messages.Submit, arrays: bytes) -> list[Entry]:
             heads=heads,
             unbatched=request.unbatched,
         )
-        for length, end, hidden in zip(request.lengths, ends, every_hidden, strict=True)
+        for own, end, hidden in zip(lengths, ends, every_hidden, strict=True)
     ]
 
 
@@ -207,9 +211,9 @@ def computed(
             for o in outcomes.values()
         ],
         failed=[
-            (place, error.code, error.message)
-            for place, error in ended.items()
-            if isinstance(error, errors.QuartetError)
+            (place, row, error.code, error.message)
+            for place, own in ended.items()
+            for row, error in (own.failed if isinstance(own, Outcome) else {-1: own}).items()
         ],
     )
     return message, b"".join([output.tobytes() for own in outputs for output in own])

@@ -24,6 +24,7 @@ from service.scheduling.load import Backlog, Flow, Load
 class Submit:
     """Compute the entries of one request; arrays: all `input_ids`, then all `token_type_ids`, int64.
 
+    lengths: the tokens of each entry, as a list for an entry of several sequences
     hidden: the last tokens of each entry that no token attends to; empty for none
     each: send each entry's outcome as a part of the reply as soon as it is computed; otherwise large outcomes only
 
@@ -32,7 +33,7 @@ class Submit:
 
     bundle: str
     heads: list[str]
-    lengths: list[int]
+    lengths: list[int | Sequence[int]]
     hidden: list[int]
     request_id: str
     arrival: float
@@ -162,7 +163,7 @@ class LoadReport:
     # Each flow, with the bits, number and tokens of its requests.
     waiting: list[tuple[tuple[str, int, str], list[tuple[int, int, int]]]]
     problem: str
-    max_queue_tokens: int
+    limits: tuple[int, int, int]  # max_queue_tokens, slots, entry_size
 
     @classmethod
     def of(cls, load: Load, seen: int) -> "LoadReport":
@@ -173,7 +174,8 @@ class LoadReport:
             )
             for flow, backlog in load.waiting.items()
         ]
-        return cls(seen, dict(load.rates), waiting, load.problem, load.max_queue_tokens)
+        limits = load.max_queue_tokens, load.slots, load.entry_size
+        return cls(seen, dict(load.rates), waiting, load.problem, limits)
 
     @property
     def load(self) -> Load:
@@ -184,7 +186,7 @@ class LoadReport:
             )
             for flow, sizes in self.waiting
         }
-        return Load(self.rates, waiting, self.problem, self.max_queue_tokens)
+        return Load(self.rates, waiting, self.problem, *self.limits)
 
 
 @dataclass(slots=True)
@@ -196,7 +198,8 @@ class Computed:
     shapes: list[list[list[int]]]
     # queue_s, inference_s, batch_size, batch_tokens, padding_ratio of each entry.
     facts: list[tuple[float, float, int, int, float]]
-    failed: list[tuple[int, str, str]]  # place, code and message of each entry that failed
+    # Place, row, code and message of each entry that failed, or of a sequence of several; the row of an entry is -1.
+    failed: list[tuple[int, int, str, str]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -298,7 +298,7 @@ def submission(
     message = messages.Submit(
         bundle=first.bundle,
         heads=[*first.heads],
-        lengths=[entry.tokens for entry in entries],
+        lengths=[entry.window.lengths or entry.tokens for entry in entries],
         hidden=hidden if any(hidden) else [],
         request_id=first.request_id,
         arrival=first.arrival,
@@ -318,6 +318,9 @@ def outcomes(
 ) -> Iterator[tuple[Entry, EntryOutcome]]:
     """Yield the entries of a message, with their outcomes."""
     start = 0
+    failed: dict[int, dict[int, errors.QuartetError]] = {}
+    for place, row, code, message in computed.failed:
+        failed.setdefault(place, {})[row] = errors.revive(code, message)
     for place, shapes, facts in zip(computed.places, computed.shapes, computed.facts, strict=True):
         entry = entries[place]
         outputs = {}
@@ -325,6 +328,6 @@ def outcomes(
             output = np.frombuffer(arrays, np.float32, math.prod(shape), start).reshape(shape)
             start += output.nbytes
             outputs[head] = output
-        yield entry, Outcome(outputs, *facts)
-    for place, code, message in computed.failed:
-        yield entries[place], errors.revive(code, message)
+        yield entry, Outcome(outputs, *facts, failed.pop(place, {}))
+    for place, own in failed.items():
+        yield entries[place], own[-1]

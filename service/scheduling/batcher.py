@@ -22,11 +22,10 @@ from service import errors
 from service.core.encode import Window
 from service.scheduling.admission_control import AdmissionControl
 from service.scheduling.cost_model import Estimator, Sample
-from service.scheduling.entries import Entry, EntryOutcome, OnOutcome, Outcome, Outputs
+from service.scheduling.entries import Entry, EntryOutcome, OnOutcome, Outputs
 from service.scheduling.executor import (
     BatchStats,
     Ended,
-    EntryResult,
     Job,
     Probe,
     RunBatch,
@@ -43,7 +42,7 @@ from service.scheduling.fair_queue import (
     request_of,
 )
 from service.scheduling.load import MAX_QUEUE_TOKENS, Load
-from service.scheduling.planner import Budget, Planned, Planner
+from service.scheduling.planner import Budget, Planned, Planner, shape
 from service.scheduling.prefetch import Prefetch
 
 logger = logging.getLogger(__name__)
@@ -96,6 +95,8 @@ class Batcher:
         self._threads = Threads(slots, self._receive)
         budget = Budget(max_batch_tokens, max_batch_size, seconds=max_batch_ms / 1000)
         self.planner = Planner(self._queue, budget, slots, wide, max_wait_ms / 1000)
+        if fixed_batches:
+            self.planner.entry_size = 1
         self.admission = AdmissionControl(self._queue, self.planner, max_queue_tokens, clock)
         self._prefetch = Prefetch(self._queue, self.planner, self._threads)
         self._state: Literal["new", "open", "draining", "failed"] = "new"
@@ -307,13 +308,13 @@ class Batcher:
     def _job(self, planned: Planned) -> Job:
         """Make a job of a planned batch; its entries are scheduled when a thread begins with it."""
         model, batch, width, _ = planned
-        lengths, masks = [entry.tokens for entry in batch], sum(entry.masks for entry in batch)
-        shape = sum(lengths), len(lengths), max(lengths)
-        seconds = model.estimators[width].cost.seconds(*shape, masks)
-        running = Running(batch[0].bundle, len(batch), sum(lengths), seconds)
+        tokens, size, longest = shape(batch)
+        masks = sum(entry.masks for entry in batch)
+        seconds = model.estimators[width].cost.seconds(tokens, size, longest, masks)
+        running = Running(batch[0].bundle, size, tokens, seconds)
 
         def started() -> None:
-            self._prefetch.batch_started(len(batch))
+            self._prefetch.batch_started(size)
             self.admission.batch_started(model, running.tokens)
             self.running.add(running)
             # An entry that was cancelled since the prefetch is not scheduled.
@@ -349,29 +350,22 @@ class Batcher:
                 lost = errors.InferenceFailed("our bug: the batch was lost")
                 self._fail(request_of(entry), lost)
             return
-        results, stats = ended.value
-        for index, (entry, result) in enumerate(zip(batch, results, strict=True)):
-            self._answer(entry, result, stats, index)
+        outcomes, stats = ended.value
+        for entry, outcome in zip(batch, outcomes, strict=True):
+            request = request_of(entry)
+            if not request.future.done():
+                request.add(entry, outcome)
+                if request.future.done():
+                    self._close(request)
         call_after(TURNS_TO_SEND, self._learn, estimator, stats)
 
     def _learn(self, estimator: Estimator, stats: BatchStats) -> None:
         """Refine the cost from a batch, and call the observer. This takes time, so responses are sent first."""
         if not stats.failed:
-            shape = (stats.tokens, stats.size, stats.longest)
-            estimator.refine(Sample(*shape, stats.inference_s, stats.masks))
+            figures = stats.tokens, stats.size, stats.longest, stats.inference_s, stats.masks
+            estimator.refine(Sample(*figures))
         if self._observe is not None:
             self._observe(stats)  # the event loop logs an error
-
-    def _answer(self, entry: Entry, result: EntryResult, stats: BatchStats, index: int) -> None:
-        request = request_of(entry)
-        if request.future.done():
-            return
-        if isinstance(result, errors.InferenceFailed):
-            request.add(entry, result)
-        else:
-            request.add(entry, _outcome(result, stats, index))
-        if request.future.done():
-            self._close(request)
 
     # -- ends of requests -------------------------------------------------------------------------
 
@@ -392,14 +386,3 @@ class Batcher:
         for request in self._unanswered:
             request.fail(error())
         self._unanswered.clear()
-
-
-def _outcome(outputs: Outputs, stats: BatchStats, index: int) -> Outcome:
-    return Outcome(
-        outputs=outputs,
-        queue_s=stats.queue_s[index],
-        inference_s=stats.inference_s,
-        batch_size=stats.size,
-        batch_tokens=stats.tokens,
-        padding_ratio=stats.padding_ratio,
-    )

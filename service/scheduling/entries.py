@@ -1,4 +1,4 @@
-"""The entries of requests, one window of one input each, and their outcomes.
+"""The entries of requests, and their outcomes.
 
 Nothing here depends on time, threads or tasks.
 """
@@ -21,7 +21,11 @@ Heads = tuple[str, ...]  # empty for all heads of the bundle
 
 @dataclass(slots=True)
 class Outcome:
-    """An entry's own rows by head ([C], [n, C], [n, 2] or [D]), and the figures of its batch."""
+    """An entry's own rows by head ([C], [n, C], [n, 2] or [D]), and the figures of its batch.
+
+    outputs: of k sequences `[k, ...]`
+    failed: the errors of single sequences of several, by index; their rows are zeros
+    """
 
     outputs: Outputs
     queue_s: float
@@ -29,11 +33,12 @@ class Outcome:
     batch_size: int
     batch_tokens: int
     padding_ratio: float
+    failed: Mapping[int, QuartetError] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """One window of a request."""
+    """One window of a request, which may have several of its texts (`Load.entry_tokens`)."""
 
     bundle: str
     window: Window
@@ -50,6 +55,8 @@ class Entry:
     # Its batch holds the entries of its request with this number, and no others; 0 for any batch.
     batch: int = field(default=0, init=False)
     tokens: int = field(init=False)
+    size: int = field(init=False)  # sequences
+    longest: int = field(init=False)  # tokens of the longest sequence
     masks: int = field(default=0, init=False)  # mask tokens whose logits are computed for it
     single: bool = field(init=False)  # whether its batch holds no other entry
     # The fields below belong to the fair queue.
@@ -60,8 +67,15 @@ class Entry:
     request: "PendingRequest | None" = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        lengths = self.window.lengths
         self.tokens = max(len(self.window), 1)
+        self.size, self.longest = (len(lengths), max(lengths)) if lengths else (1, self.tokens)
         self.single = self.unbatched or ATTENTION in self.heads
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Its tokens, its sequences and the tokens of its longest sequence."""
+        return self.tokens, self.size, self.longest
 
     @property
     def flow(self) -> Flow:

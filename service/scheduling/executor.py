@@ -4,22 +4,24 @@ import asyncio
 import atexit
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 
-from service import errors
 from service.core.encode import Window
-from service.scheduling.entries import Entry, Heads, Outputs
+from service.core.packing import divide
+from service.errors import InferenceFailed, QuartetError
+from service.scheduling.entries import Entry, EntryOutcome, Heads, Outcome, Outputs
 
 # Called with the width in slots, the bundle, the entries' windows, and the heads to compute.
 RunBatch = Callable[[int, str, Sequence[Window], Heads], list[Outputs]]
-EntryResult = Outputs | errors.InferenceFailed
+# The outputs of a window, or why it failed; a list for each of its several sequences.
+Result = Outputs | InferenceFailed | list[Any]
 
 
 class Ended:
@@ -179,15 +181,19 @@ class Probe:
 
 @dataclass(slots=True)
 class BatchStats:
-    """The statistics of a batch that ran, for metrics. masks: mask tokens whose logits were computed"""
+    """The statistics of a batch that ran, for metrics.
+
+    masks: mask tokens whose logits were computed
+    failed: the sequences that failed, with their entries and errors
+    """
 
     bundle: str
     size: int
     tokens: int
     longest: int
-    queue_s: tuple[float, ...]  # of each entry, from its arrival
+    queue_s: tuple[float, ...]  # of each sequence, from its arrival
     inference_s: float
-    failed: Mapping[Entry, errors.InferenceFailed] = field(default_factory=dict)
+    failed: Sequence[tuple[Entry, Window, QuartetError]] = ()
     masks: int = 0
     batch: Sequence[Entry] = ()
 
@@ -204,44 +210,57 @@ class BatchStats:
 
 def work(
     run: RunBatch, width: int, batch: Sequence[Entry], clock: Callable[[], float]
-) -> tuple[list[EntryResult], BatchStats]:
-    """Run a batch; return each entry's result, and the batch's statistics."""
+) -> tuple[list[EntryOutcome], BatchStats]:
+    """Run a batch; return each entry's outcome, and the batch's statistics."""
     began = clock()
-    results = attempt(run, width, batch)
-    lengths = [entry.tokens for entry in batch]
+    windows = [entry.window for entry in batch]
+    results = attempt(run, width, batch[0].bundle, windows, all_heads(batch))
+    own = [_own(entry, result) for entry, result in zip(batch, results, strict=True)]
     stats = BatchStats(
         bundle=batch[0].bundle,
-        size=len(batch),
-        tokens=sum(lengths),
-        longest=max(lengths),
-        queue_s=tuple(began - entry.arrival for entry in batch),
+        size=sum(entry.size for entry in batch),
+        tokens=sum(entry.tokens for entry in batch),
+        longest=max(entry.longest for entry in batch),
+        queue_s=tuple(began - entry.arrival for entry in batch for _ in range(entry.size)),
         inference_s=clock() - began,
-        failed={
-            entry: result
-            for entry, result in zip(batch, results, strict=True)
-            if isinstance(result, errors.InferenceFailed)
-        },
         masks=sum(entry.masks for entry in batch),
         batch=batch,
     )
-    return results, stats
+    figures = stats.inference_s, stats.size, stats.tokens, stats.padding_ratio
+    outcomes: list[EntryOutcome] = []
+    for entry, found in zip(batch, own, strict=True):
+        if isinstance(found, InferenceFailed):
+            outcomes.append(found)
+            failed = dict.fromkeys(range(entry.size), found)
+        else:
+            outputs, failed = found
+            outcomes.append(Outcome(outputs, began - entry.arrival, *figures, failed))
+        if failed:
+            windows = divide(entry.window) if entry.window.lengths else [entry.window]
+            stats.failed = [*stats.failed, *((entry, windows[i], e) for i, e in failed.items())]
+    return outcomes, stats
 
 
-def attempt(run: RunBatch, width: int, batch: Sequence[Entry]) -> list[EntryResult]:
+def attempt(
+    run: RunBatch, width: int, bundle: str, windows: Sequence[Window], heads: Heads
+) -> list[Result]:
     """Run a batch; if it raises, run its halves, so that one bad input fails alone."""
     try:
-        outputs = run(width, batch[0].bundle, [entry.window for entry in batch], all_heads(batch))
+        outputs = run(width, bundle, windows, heads)
     except Exception as error:  # any error of one input must not fail the others
-        if len(batch) == 1:
-            failure = errors.InferenceFailed("the model failed on this input")
-            failure.__cause__ = error
-            return [failure]
-        half = len(batch) // 2
-        return attempt(run, width, batch[:half]) + attempt(run, width, batch[half:])
-    if len(outputs) != len(batch):
-        message = f"our bug: a batch of {len(batch)} gave {len(outputs)} results"
-        return [errors.InferenceFailed(message) for _ in batch]
-    return [_own(entry, result) for entry, result in zip(batch, outputs, strict=True)]
+        run_part = partial(attempt, run, width, bundle, heads=heads)
+        if len(windows) > 1:
+            half = len(windows) // 2
+            return run_part(windows[:half]) + run_part(windows[half:])
+        if windows[0].lengths:
+            return [run_part(divide(windows[0]))]
+        failure = InferenceFailed("the model failed on this input")
+        failure.__cause__ = error
+        return [failure]
+    if len(outputs) != len(windows):
+        message = f"our bug: a batch of {len(windows)} gave {len(outputs)} results"
+        return [InferenceFailed(message) for _ in windows]
+    return [*outputs]
 
 
 def all_heads(batch: Sequence[Entry]) -> Heads:
@@ -250,13 +269,37 @@ def all_heads(batch: Sequence[Entry]) -> Heads:
     return () if () in wanted else tuple({head for heads in wanted for head in heads})
 
 
-def _own(entry: Entry, outputs: Outputs) -> EntryResult:
-    """Return the outputs of the entry's heads, or an error where they are not finite."""
+def _own(
+    entry: Entry, result: Result
+) -> tuple[Outputs, dict[int, InferenceFailed]] | InferenceFailed:
+    """Return the outputs of the entry's heads, with the errors of single sequences; an error if all failed."""
+    if not isinstance(result, list):
+        checked = _check(entry.heads, result)
+        if not isinstance(checked, InferenceFailed):
+            return checked, {}
+        if not entry.window.lengths or isinstance(result, InferenceFailed):
+            return checked
+        names = entry.heads or result
+        result = [{name: result[name][row] for name in names} for row in range(entry.size)]
+    each = [_check(entry.heads, one) for one in result]
+    failed = {row: one for row, one in enumerate(each) if isinstance(one, InferenceFailed)}
+    good = next((one for one in each if not isinstance(one, InferenceFailed)), None)
+    if good is None:
+        return failed[0]
+    zeros = {name: np.zeros_like(rows) for name, rows in good.items()}
+    rows = [zeros if isinstance(one, InferenceFailed) else one for one in each]
+    return {name: np.stack([own[name] for own in rows]) for name in good}, failed
+
+
+def _check(heads: Heads, result: Outputs | InferenceFailed) -> Outputs | InferenceFailed:
+    """Return the outputs of these heads, or an error where they are not finite."""
+    if isinstance(result, InferenceFailed):
+        return result
     own = {}
-    for head in entry.heads or outputs:
-        if head not in outputs:
-            return errors.InferenceFailed(f"our bug: the graph has no output {head!r}")
-        own[head] = outputs[head]
+    for head in heads or result:
+        if head not in result:
+            return InferenceFailed(f"our bug: the graph has no output {head!r}")
+        own[head] = result[head]
         if not np.isfinite(own[head]).all():
-            return errors.InferenceFailed("the model's result for this input is not finite")
+            return InferenceFailed("the model's result for this input is not finite")
     return own

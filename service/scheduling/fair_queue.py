@@ -75,7 +75,7 @@ class ModelStatistics:
     unbatched: each entry gets a batch of its own
     area: the limit of B * S * S of a batch, see `planner.Budget`
     count_masks: returns the mask tokens of a window whose logits are computed for these heads
-    tokens, masks, size: tokens, mask tokens and entries that wait, from admission until they are taken or dropped
+    tokens, masks, size: tokens, mask tokens and sequences that wait, from admission until they are taken or dropped
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class ModelStatistics:
 
     @property
     def mean_masks(self) -> float:
-        """Mask tokens of a waiting entry."""
+        """Mask tokens of a waiting sequence."""
         return self.masks / self.size if self.size else 0.0
 
     @property
@@ -173,7 +173,7 @@ class FlowQueue(FlowWork):
         """Count a request that is admitted and will enter."""
         self.statistics.tokens += request.tokens
         self.statistics.masks += sum(entry.masks for entry in request.entries)
-        self.statistics.size += len(request.entries)
+        self.statistics.size += sum(entry.size for entry in request.entries)
         self.backlog.change(RemainingWork(), RemainingWork(request.tokens, len(request.entries)))
 
     def enter(self, request: QueuedRequest) -> None:
@@ -226,7 +226,7 @@ class FlowQueue(FlowWork):
         self._queued -= 1
         self.statistics.tokens -= entry.tokens
         self.statistics.masks -= entry.masks
-        self.statistics.size -= 1
+        self.statistics.size -= entry.size
 
     def count_batch(self) -> None:
         """Count a batch with entries of the flow."""

@@ -22,6 +22,9 @@ QUEUE_SHARE = 0.6  # for the exact check, by the request's tokens
 # For the early check, by the size of its body. It is smaller, so that few requests pass the early check and are refused
 # by the exact one, at full cost.
 EARLY_SHARE = 0.5
+# Seconds of a slot for the texts of one entry. A batch has many entries, so a text of another request waits longer for
+# the batch that runs than for an entry before it.
+ENTRY_S = 0.001
 CLEAR_SHARE = 0.3  # below this share, a request needs no exact check
 
 
@@ -107,6 +110,8 @@ class Load:
     problem: str = ""  # why the device accepts no requests; empty if it accepts them
     # Tokens that may wait, including the tokens of a new request.
     max_queue_tokens: int = MAX_QUEUE_TOKENS
+    slots: int = 1  # of all devices
+    entry_size: int = 1  # texts that an entry may have
 
     @property
     def ready(self) -> bool:
@@ -122,6 +127,13 @@ class Load:
         return sum(
             backlog.tokens / self.rates[flow.bundle] for flow, backlog in self.waiting.items()
         )
+
+    def entry_tokens(self, bundle: str) -> int:
+        """Return how many tokens the texts of an entry may have together.
+
+        So a model that computes a text in microseconds does not need the queue's work for each text.
+        """
+        return int(ENTRY_S * self.rates.get(bundle, 0.0) / self.slots)
 
     def add(self, flow: Flow, request: RemainingWork) -> None:
         """Add a request that was sent after the device reported this load, unless its bundle is newer."""
@@ -183,4 +195,11 @@ def total_load(loads: Sequence[Load]) -> Load:
             total = waiting.setdefault(flow, Backlog())
             total.requests.update(backlog.requests)
             total.sizes.update(backlog.sizes)
-    return Load(rates, waiting, "", sum(load.max_queue_tokens for load in ready))
+    return Load(
+        rates,
+        waiting,
+        "",
+        sum(load.max_queue_tokens for load in ready),
+        sum(load.slots for load in ready),
+        min(load.entry_size for load in ready),
+    )

@@ -16,7 +16,7 @@ class Budget(NamedTuple):
     """The limits of one batch; a single entry above them still runs, unbatched."""
 
     tokens: int  # computed tokens, padding included where the graph computes it
-    size: int  # entries
+    size: int  # sequences
     share: float = math.inf  # tokens of the batch's share of the waiting tokens
     # B * S * S of B sequences, which limits the memory of attention on a GPU; S is the longest, rounded up to
     # `SLOT_MULTIPLE`.
@@ -50,18 +50,18 @@ def plan(entries: Sequence[Entry], cost: Cost, budget: Budget, now: float) -> li
     if lead.batch and lead.request:
         return [entry for entry in lead.request.entries if entry.batch == lead.batch]
     others = [e for e in live if e is not lead and e.bundle == lead.bundle and not e.single]
-    others.sort(key=lambda entry: abs(entry.tokens - lead.tokens))
+    others.sort(key=lambda entry: abs(entry.longest - lead.longest))
     return _cheapest(lead, others, cost, budget)
 
 
 def _cheapest(lead: Entry, others: Sequence[Entry], cost: Cost, budget: Budget) -> list[Entry]:
-    batch, tokens, longest = [lead], lead.tokens, lead.tokens
-    prices = [cost.seconds(tokens, 1, longest) / tokens]
+    batch, tokens, size, longest = [lead], lead.tokens, lead.size, lead.longest
+    prices = [cost.seconds(tokens, size, longest) / tokens]
     bounded = budget.area < math.inf
     for entry in others:
-        if len(batch) >= budget.size:
-            break
-        together = tokens + entry.tokens, len(batch) + 1, max(longest, entry.tokens)
+        if size + entry.size > budget.size:
+            continue
+        together = tokens + entry.tokens, size + entry.size, max(longest, entry.longest)
         if together[0] > budget.share or cost.computed(*together) > budget.tokens:
             continue
         if bounded and area(*together[1:]) > budget.area:
@@ -69,11 +69,18 @@ def _cheapest(lead: Entry, others: Sequence[Entry], cost: Cost, budget: Budget) 
         if (seconds := cost.seconds(*together)) > budget.seconds:
             continue
         batch.append(entry)
-        tokens, _, longest = together
+        tokens, size, longest = together
         prices.append(seconds / tokens)
     enough = CHEAP_ENOUGH * min(prices)
-    size = next(size for size, price in enumerate(prices, 1) if price <= enough)
-    return batch[:size]
+    return batch[: next(end for end, price in enumerate(prices, 1) if price <= enough)]
+
+
+def shape(entries: Sequence[Entry]) -> tuple[int, int, int]:
+    """Return the tokens and the sequences of a batch, and the tokens of its longest sequence."""
+    if len(entries) == 1:
+        return entries[0].shape
+    tokens, size, longest = zip(*[entry.shape for entry in entries], strict=True)
+    return sum(tokens), sum(size), max(longest)
 
 
 def area(size: int, longest: int) -> int:
@@ -85,6 +92,7 @@ class Planner:
     """The planner of batches from a fair queue for the slots of a device.
 
     budget: the limits of every batch
+    entry_size: sequences that one entry may have
     slots: of the device
     wide: the slots of an intra-op parallel batch
     max_wait_s: how long a batch may wait for more entries
@@ -95,6 +103,7 @@ class Planner:
     ) -> None:
         self._queue = queue
         self.budget = budget
+        self.entry_size = budget.size
         self.slots = slots
         self._wide = wide
         self._max_wait_s = max_wait_s
@@ -140,11 +149,10 @@ class Planner:
         if not self._queue.size < self._wide <= idle or pool[0].batch:
             return 1
         pool = pool[: self._size(model)]
-        longest = max(entry.tokens for entry in pool)
-        together = sum(entry.tokens for entry in pool), len(pool), longest
+        lead = max(pool, key=lambda entry: entry.tokens)
         masks = [entry.masks for entry in pool]
-        wide = model.estimators[self._wide].cost.seconds(*together, sum(masks))
-        narrow = model.estimators[1].cost.seconds(longest, 1, longest, max(masks))
+        wide = model.estimators[self._wide].cost.seconds(*shape(pool), sum(masks))
+        narrow = model.estimators[1].cost.seconds(*lead.shape, max(masks))
         trial = model.count_choice()
         return self._wide if (wide < narrow) is not trial else 1
 
@@ -159,5 +167,5 @@ class Planner:
             return 0.0
         if self._queue.tokens > model.tokens:
             return 0.0  # another model could use the slot
-        slack_s = lead.deadline - now - cost.seconds(lead.tokens, 1, lead.tokens, lead.masks)
+        slack_s = lead.deadline - now - cost.seconds(*lead.shape, lead.masks)
         return min(self._max_wait_s, lead.arrival + self._max_wait_s - now, slack_s)

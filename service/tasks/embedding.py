@@ -20,7 +20,7 @@ from service.engines.task_plan import (
     together,
 )
 from service.errors import InvalidInput
-from service.scheduling.entries import Heads
+from service.scheduling.entries import Heads, Outputs
 from service.tasks.fields import AtLeastOne, Inputs, ServedName, TruncateField, Windowed
 
 LONGEST_PROMPT = (
@@ -82,9 +82,16 @@ class Embedding(Inputs, Windowed):
             )
             return decode.quantize(embedded, self.output_dtype, ranges)
 
+        def rows(outputs: Outputs) -> Sequence[Vector]:
+            vectors = decode.embed_rows(
+                outputs[name], normalize=normalize, dimensions=self.dimensions
+            )
+            return [decode.quantize(vector, self.output_dtype, ranges) for vector in vectors]
+
         sizes = [len(prompt) + len(text) for text in self.inputs]
         largest = NUMBER_BYTES * (self.dimensions or head.dimensions or 0) + SCORED_BYTES
-        return TaskPlan((name,), sizes, encode, one_head(name, vector), lambda *_: largest)
+        one = one_head(name, vector)
+        return TaskPlan((name,), sizes, encode, one, lambda *_: largest, decode_rows=rows)
 
     def _select_head(self, engine: Engine, heads: Heads) -> tuple[str, Head]:
         """Return the requested head, or the first one that is for the input type. Raises UnknownHead, InvalidInput."""

@@ -28,6 +28,7 @@ from service.core.decode import (
     activate,
     classify,
     embed,
+    embed_rows,
     fill_mask,
     find_masks,
     ner,
@@ -224,6 +225,15 @@ class TestEmbed:
     def test_zero_vector(self):
         """A zero vector has no direction and stays zero."""
         assert embed([floats(0, 0)], [5], normalize=True, dimensions=None).tolist() == [0, 0]
+
+    @pytest.mark.parametrize(("normalize", "dimensions"), [(True, None), (True, 33), (False, 100)])
+    def test_rows(self, normalize, dimensions):
+        """The vectors of several texts at once have the bits of each alone."""
+        vectors = np.random.default_rng(0).normal(size=(64, 384)).astype(np.float32)
+        vectors[5] = 0
+        options = {"normalize": normalize, "dimensions": dimensions}
+        alone = [embed([vector], [5], **options) for vector in vectors]
+        np.testing.assert_array_equal(alone, embed_rows(vectors, **options), strict=True)
 
     @pytest.mark.parametrize("dimensions", [-1, 0, 4])
     def test_impossible_dimensions(self, dimensions):

@@ -1,7 +1,7 @@
 """A packed batch holds every token once, and its layout says where each stands in a rectangle."""
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 
 import numpy as np
 import pytest
@@ -12,7 +12,9 @@ from service.core.encode import Encoding, Window
 from service.core.manifest import Head
 from service.core.packing import (
     MOST_MASKS,
+    divide,
     each,
+    join,
     lone_layout,
     make_layout,
     mask_positions,
@@ -168,6 +170,19 @@ class TestPack:
         with pytest.raises(ValueError, match="at least one token"):
             pack(encodings)
 
+    def test_several_sequences_of_a_window(self):
+        """Windows of several sequences are packed as windows of one each, and get the rows of all of theirs."""
+        windows = [encoding([1, 2]), encoding([3]), encoding([4, 5, 6])]
+        together = [windows[0], join(windows[1:])]
+
+        packed = pack(together)
+
+        np.testing.assert_equal(asdict(pack(windows)), asdict(packed))
+        for one, other in zip(windows[1:], divide(together[1]), strict=True):
+            np.testing.assert_array_equal(one.input_ids, other.input_ids)
+        outputs = {"mood": np.arange(3.0, dtype=np.float32)[:, None]}
+        assert [[0], [[1], [2]]] == [own["mood"].tolist() for own in split(outputs, together, {})]
+
 
 class TestEach:
     def test_one_after_the_other(self):
@@ -193,7 +208,8 @@ class TestSplit:
             "mood": np.arange(len(lengths), dtype=np.float32)[:, None],
         }
 
-        rows = split(outputs, len(lengths), {"entities": layout.cu_seqlens})
+        windows = [encoding([0] * length) for length in lengths]
+        rows = split(outputs, windows, {"entities": layout.cu_seqlens})
 
         assert len(rows) == len(lengths)
         for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
@@ -205,7 +221,8 @@ class TestSplit:
         layout = make_layout([1, 1])
         rows = np.array([[1.0], [2.0]], np.float32)
 
-        first, second = split({"tokens": rows, "texts": rows}, 2, {"tokens": layout.cu_seqlens})
+        outputs = {"tokens": rows, "texts": rows}
+        first, second = split(outputs, [encoding([1])] * 2, {"tokens": layout.cu_seqlens})
 
         assert first["tokens"].shape == (1, 1)
         assert first["texts"].shape == (1,)
@@ -241,11 +258,12 @@ class TestMaskPositions:
 
     def test_rows_of_each_sequence(self):
         """Outputs per mask token are split by the mask tokens of each sequence, and others as before."""
-        packed = pack([encoding([MASK, 6, MASK]), encoding([8]), encoding([9, MASK])])
+        windows = [encoding([MASK, 6, MASK]), encoding([8]), encoding([9, MASK])]
+        packed = pack(windows)
         rows = np.arange(3, dtype=np.float32)[:, None] * np.ones(9, np.float32)
         outputs = {"masks": rows, "mood": np.eye(3, 2, dtype=np.float32)}
 
-        parts = split(outputs, 3, row_starts(packed, HEADS))
+        parts = split(outputs, windows, row_starts(packed, HEADS))
 
         assert [[0, 1], [], [2]] == [part["masks"][:, 0].tolist() for part in parts]
         assert [(2,), (2,), (2,)] == [part["mood"].shape for part in parts]

@@ -335,12 +335,14 @@ async def test_too_long(tiny):
 # -- what it hands on -----------------------------------------------------------------------------
 
 
+NO_LOAD = Load()
 RUNS_ON = RunsOn("fp32", "packed", "CPUExecutionProvider", None, "onnxruntime 1")
 
 
-def device(submit: Any, max_queue_tokens: int = 10_000) -> Device:
+def device(submit: Any, max_queue_tokens: int = 10_000, load: Load = NO_LOAD) -> Device:
     """A device that does with entries what a test says."""
-    return cast(Device, SimpleNamespace(submit=submit, max_queue_tokens=max_queue_tokens))
+    fields = {"submit": submit, "max_queue_tokens": max_queue_tokens, "load": lambda: load}
+    return cast(Device, SimpleNamespace(**fields))
 
 
 def engine_before(path: Path, device: Device) -> Engine:
@@ -391,6 +393,69 @@ async def test_entries(tiny_bundle):
     assert [len(window) for window in windows] == [entry.tokens for entry in submitted]
     told = {(e.bundle, e.request_id, e.deadline, e.priority, e.tenant, e.heads) for e in submitted}
     assert {("tiny@1", "r", 12.5, 1, "t", ("embeddings",))} == told
+
+
+def rows(entry: Entry) -> Outcome:
+    """The first numbers of the vector of each text are the number of its tokens and the text's first id."""
+    lengths, start, vectors = entry.window.lengths or [entry.tokens], 0, []
+    for length in lengths:
+        vectors.append([length, entry.window.input_ids[start + 1], *[0] * 62])
+        start += length
+    found = np.array(vectors, np.float32)
+    return Outcome({"embeddings": found if entry.window.lengths else found[0]}, 0.0, 0.0, 1, 1, 1.0)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_short_texts_are_submitted_together(tiny_bundle, streamed):
+    """A request's texts of one window are in entries of similar lengths, which give the results of each text alone.
+
+    Each slot gets an entry, of no more texts and tokens than the device allows.
+    """
+    submitted = []
+
+    async def submit(entries, on_outcome=lambda *_: None):
+        submitted[:] = entries
+        outcomes = [*map(rows, entries)]
+        for entry, outcome in zip(entries, outcomes, strict=True):
+            on_outcome(entry, outcome)
+        return outcomes
+
+    texts = [SHORT[0], LONG, *(SHORT[1] + " more" * count for count in range(9)), LONG]
+    on_result = (lambda *_: None) if streamed else None
+
+    async def answers(load):
+        engine = engine_before(tiny_bundle, device(submit, load=load))
+        task = embed(texts, truncate="window", normalize=True)
+        found = await engine.answer(task, ticket(), on_result=on_result)
+        return found.results, [entry.window.lengths for entry in submitted]
+
+    alone, windows = await answers(Load())
+    assert [()] == [*dict.fromkeys(windows)]
+    for slots, sizes in ((1, [8, 2]), (2, [6, 3])):
+        together, windows = await answers(Load({"tiny@1": 1e9}, slots=slots, entry_size=8))
+        assert sizes == [len(own) for own in windows if own]
+        np.testing.assert_array_equal(alone, together)
+    few, windows = await answers(Load({"tiny@1": 50_000.0}, entry_size=8))
+    assert 1 < len([own for own in windows if own])
+    assert all(sum(own) <= 50 for own in windows)
+    np.testing.assert_array_equal(alone, few)
+
+
+async def test_a_text_that_fails_among_others_fails_alone(tiny_bundle):
+    """The other texts of its entry have results, and it has the error."""
+
+    async def submit(entries):
+        (entry,) = entries
+        assert 3 == len(entry.window.lengths)
+        return [replace(rows(entry), failed={0: InferenceFailed("not finite")})]
+
+    load = Load({"tiny@1": 1e9}, entry_size=8)
+    engine = engine_before(tiny_bundle, device(submit, load=load))
+    texts = [SHORT[1] + " more", SHORT[1], SHORT[1] + " more words"]
+    found = await engine.answer(embed(texts), replace(ticket(), isolate_errors=True))
+    assert ([1], [False, True, False]) == ([*found.errors], [one is None for one in found.results])
+    with pytest.raises(InferenceFailed, match="not finite"):
+        await engine.answer(embed(texts), ticket())
 
 
 async def test_results_are_reported_as_they_come(tiny_bundle):

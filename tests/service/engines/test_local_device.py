@@ -70,8 +70,9 @@ def test_an_isolated_failure_is_logged_without_its_text(device, lines):
     """By a hash of its tokens, which the same text will have again; not every one of a flood."""
     entry = Entry("m@1", Window(np.array([2, 7, 3]), np.zeros(3)), "r", 0.0, 9.0, heads=("h",))
     error = InferenceFailed("not finite")
+    failed = entry, entry.window, error
     for _ in range(99):
-        device._observe(BatchStats("m@1", 2, 6, 3, (0.1, 0.1), 0.1, failed={entry: error}))
+        device._observe(BatchStats("m@1", 2, 6, 3, (0.1, 0.1), 0.1, failed=[failed]))
     told = [line for line in lines if line["event"] == "an input failed alone"]
     assert 0 < len(told) < 99
     expected = hashlib.sha256(b"".join(n.to_bytes(8, "little") for n in (2, 7, 3))).hexdigest()[:16]

@@ -81,12 +81,13 @@ class FakeDevice:
 def answer(entry: Entry) -> Outcome:
     ids = entry.window.input_ids
     rows = np.stack([ids, 2 * ids], axis=1).astype(np.float32)
-    return Outcome({entry.heads[0]: rows}, 0.25, 0.5, 8, 312, 1.5)
+    failed = {1: errors.InferenceFailed("no number")} if entry.window.lengths else {}
+    return Outcome({entry.heads[0]: rows}, 0.25, 0.5, 8, 312, 1.5, failed)
 
 
-def text(*ids: int, hidden: int = 0) -> Entry:
+def text(*ids: int, hidden: int = 0, lengths: Sequence[int] = ()) -> Entry:
     tokens = np.array(ids, np.int64)
-    window = Window(tokens, 0 * tokens, hidden=hidden)
+    window = Window(tokens, 0 * tokens, hidden=hidden, lengths=lengths)
     return Entry("tiny@1", window, "r", 1.5, 30.5, 2, "t", ("entities",))
 
 
@@ -204,6 +205,18 @@ async def test_the_device_gets_the_submitted_entries():
         "tokens",
     )
     assert [getattr(sent, name) for name in fields] == [getattr(seen, name) for name in fields]
+
+
+async def test_an_entry_of_several_texts_is_sent():
+    """The lengths of its texts arrive, and the errors of single ones come back."""
+    sent = text(1, 2, 3, lengths=[1, 2])
+    async with pair() as both:
+        alone, outcome = await both.remote.submit([text(7), sent])
+        _, seen = both.device.seen
+    assert [1, 2] == seen.window.lengths
+    np.testing.assert_array_equal(answer(sent).outputs["entities"], outcome.outputs["entities"])
+    assert {1: "no number"} == {row: error.message for row, error in outcome.failed.items()}
+    assert {} == alone.failed
 
 
 async def test_an_empty_request_costs_no_message():

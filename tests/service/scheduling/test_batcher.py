@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from service import errors
-from service.core.encode import Encoding
+from service.core.encode import Encoding, Window
+from service.core.packing import divide, join
 from service.scheduling.batcher import Batcher
 from service.scheduling.cost_model import Cost, Estimator, Sample
 from service.scheduling.entries import Entry, EntryOutcome, Heads, Outcome
@@ -1320,7 +1321,64 @@ async def test_each_entry_has_an_outcome():
     good = [0, 1, 2, 4, 5]
     assert [number(entries[i]) for i in good] == echoed([outcomes[i] for i in good])
     assert dict(zip(entries, outcomes, strict=True)) == dict(told)
-    assert {bad, odd} == {entry for stats in seen for entry in stats.failed}
+    assert {bad, odd} == {entry for stats in seen for entry, *_ in stats.failed}
+
+
+def several(entries: Sequence[Entry]) -> Entry:
+    """An entry of the texts of several."""
+    return Entry("m@1", join([entry.window for entry in entries]), "r", 0.0, math.inf)
+
+
+def rows_of(run: Any) -> Any:
+    """A model that answers windows of several texts as another one answers texts."""
+
+    def answer(width: int, bundle: str, windows: Sequence[Window], heads: Heads = ()) -> Answers:
+        answers = []
+        for window in windows:
+            found = run(width, bundle, divide(window) if window.lengths else [window], heads)
+            rows = np.stack([own["h"] for own in found])
+            answers.append({"h": rows if window.lengths else rows[0]})
+        return answers
+
+    return answer
+
+
+async def test_a_text_of_several_fails_alone():
+    """Of an entry with several texts, only those fail for which the model fails or is not finite."""
+    bad, odd, seen = text(), text(), []
+
+    def run(width, bundle, encodings, heads=()):
+        answers = poisoned(number(bad))(width, bundle, encodings)
+        return [
+            {"h": np.full(1, math.nan, np.float32)} if number(given) == number(odd) else answer
+            for given, answer in zip(encodings, answers, strict=True)
+        ]
+
+    alone, first, last = text(), text(), text()
+    entries = [alone, several([first, bad, odd, last]), several([bad, bad]), several([last, odd])]
+    async with serving(rows_of(run), observe=seen.append) as batcher:
+        one, some, none, half = await batcher.submit(entries)
+    assert [number(alone)] == one.outputs["h"].tolist()
+    assert [[number(first)], [0], [0], [number(last)]] == some.outputs["h"].tolist()
+    assert [1, 2] == [*some.failed]
+    assert "the model failed" in some.failed[1].message
+    assert "not finite" in some.failed[2].message
+    assert isinstance(none, errors.InferenceFailed)
+    assert ([[number(last)], [0]], [1]) == (half.outputs["h"].tolist(), [*half.failed])
+    failed = sorted(number(window) for stats in seen for _, window, _ in stats.failed)
+    assert sorted([*[number(bad)] * 3, *[number(odd)] * 2]) == failed
+    assert 9 == sum(stats.size for stats in seen)
+
+
+async def test_a_batch_holds_no_more_texts_than_the_limit():
+    """The texts of an entry count one by one, in the size of a batch and in the load."""
+    seen = []
+    async with serving(rows_of(echo), observe=seen.append, max_batch_size=4) as batcher:
+        assert (4, 1) == (batcher.load().entry_size, batcher.load().slots)
+        entries = [several(texts(3)), several(texts(2)), *texts(2)]
+        await batcher.submit(entries)
+    assert 7 == sum(stats.size for stats in seen)
+    assert max(stats.size for stats in seen) <= 4
 
 
 def two_heads(width: int, bundle: str, encodings: Sequence[Encoding], heads: Heads = ()) -> Answers:
