@@ -86,7 +86,7 @@ class ForwardedMetrics(Metrics):
         self._calls: deque[tuple[str, Sequence[object]]] = deque(maxlen=KEPT)
 
     def observe_batch(self, stats: BatchStats, padded: bool = False) -> None:
-        figures = asdict(replace(stats, failed={}, batch=()))
+        figures = asdict(replace(stats, failed=(), batch=()))
         self._calls.append(("observe_remote_batch", (figures, len(stats.failed), padded)))
 
     def observe_canary(self, model: str, well: bool) -> None:
