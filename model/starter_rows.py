@@ -80,6 +80,18 @@ def reception_rows(files: Sequence[Path]) -> Iterator[Row]:
             yield {"text": text, "label": "positive" if found[0] else "negative"}
 
 
+def opinion_rows(own: Row, files: Sequence[Path], count: int, rng: random.Random) -> list[Row]:
+    """Return at most `count` sentences of prose with words of praise and as many of blame, none with both."""
+    sides = {"positive": {*own["praising"].split()}, "negative": {*own["blaming"].split()}}
+    found: dict[str, list[Row]] = {label: [] for label in sides}
+    for text in chain.from_iterable(map(sentences, chain.from_iterable(documents(files)))):
+        words = {*map(str.lower, WORD.findall(text))}
+        labels = [label for label, side in sides.items() if words & side]
+        if len(labels) == 1 and SHORT[0] <= len(words) <= SHORT[1] and not UNSURE.search(text):
+            found[labels[0]].append({"text": text, "label": labels[0]})
+    return [row for rows in found.values() for row in rng.sample(rows, min(count, len(rows)))]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m model.starter_rows", description=__doc__)
     parser.add_argument("out", type=Path)
@@ -115,6 +127,7 @@ def main() -> None:
             "sentiment": everyday.sentiment_rows(templates, some, given.rows, rng()),
             "reviews": review_rows(own, given.rows, rng()),
             "reception": reception_rows(given.wikipedia),
+            "opinions": opinion_rows(own, given.plain, 2 * given.rows, rng()),
             "embeddings": everyday.opposite_rows(templates),
         }
         for name, rows in made.items():

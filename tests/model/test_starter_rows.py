@@ -50,3 +50,18 @@ def test_sentences_about_critics_are_labeled_by_one_side_only(tmp_path):
     assert [("positive", lines[0]), ("negative", lines[1])] == [
         (r["label"], r["text"]) for r in rows
     ]
+
+
+def test_prose_with_words_of_one_side_has_its_label(tmp_path):
+    lines = [
+        "It was a delightful evening by the river.",
+        "They spent a dreadful night in the old barn.",
+        "The dreadful night ended in a delightful way.",
+        "They spent the night in the old barn.",
+    ]
+    file = tmp_path / "text.txt"
+    file.write_text("\n".join(lines), encoding="utf-8")
+    rows = starter_rows.opinion_rows(OWN, [file], 5, random.Random(1))
+    assert {("positive", lines[0]), ("negative", lines[1])} == {
+        (r["label"], r["text"]) for r in rows
+    }
