@@ -12,8 +12,8 @@ minute; later starts take it from there. Each flag is a setting, and may also be
 """
 NAME = (
     "what to serve, the default model first: a name on the hub, NAME@REVISION, a directory of a checkpoint, an ONNX "
-    "graph or a bundle, the name of a bundle in bundles/, or a file of quartet pull --to; without it all in bundles/, "
-    "else the model that Quartet comes with. Checkpoints need the extra train, ONNX graphs do not"
+    "graph or a bundle, the name of a bundle in bundles/, or a file of quartet pull --to; without it all in bundles/ "
+    "but quartet-starter, else the model that Quartet comes with. Checkpoints need the extra train, ONNX graphs do not"
 )
 SWITCHES = frozenset({"--version", "--check-config"})  # flags without a value
 

@@ -19,6 +19,7 @@ from service.variables import variable
 
 FILE = Path("quartet.toml")  # read when no other file is named
 BUNDLES = Path("bundles")  # searched when no bundle is named
+STARTER = "quartet-starter"  # in a checkout's `bundles/`, next to the default model; served by its name only
 DEFAULT_BUNDLE = Path(__file__).parent / "default_bundle"  # exists in an installed wheel only
 NOT_IN_FILES = frozenset({"api_key", "config", "receipt_key"})
 CANNOT_GO_ON = 4  # the exit status of a service in a state from which it cannot recover
@@ -164,14 +165,15 @@ def beside(path: Path, value: object) -> object:
 
 
 def find_bundles() -> tuple[Path, ...]:
-    """Return the bundles in `BUNDLES`, sorted by name, or else the default bundle of an installed wheel.
+    """Return the bundles in `BUNDLES` but STARTER, sorted by name, or else the default bundle of an installed wheel.
 
     Raises ConfigError when there are none.
     """
     # A main process whose settings name the bundles does not need this import.
     from service.core.bundle import MANIFEST
 
-    found = tuple(sorted(manifest.parent for manifest in BUNDLES.glob(f"[!.]*/{MANIFEST}")))
+    folders = (manifest.parent for manifest in BUNDLES.glob(f"[!.]*/{MANIFEST}"))
+    found = tuple(sorted(folder for folder in folders if folder.name != STARTER))
     if not found and (DEFAULT_BUNDLE / MANIFEST).is_file():
         return (DEFAULT_BUNDLE,)
     if not found:

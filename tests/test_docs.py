@@ -33,7 +33,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 CODE = re.compile(r"`((?:benchmarks|deploy|export|model|research|service|tests)/[\w./-]+\.\w+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-DEFAULTS = {"bundles": "all in `bundles/`"}
+DEFAULTS = {"bundles": "all in `bundles/` but quartet-starter"}
 
 
 Record = Manifest.__base__

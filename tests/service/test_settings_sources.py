@@ -122,8 +122,8 @@ def test_bundles_that_come_later_come_from_a_directory():
 
 
 def test_bundles_are_found_when_none_is_named():
-    """What lies in `bundles/` is served by default, in the order of names."""
-    for name in ("b", "a", ".a.partial"):
+    """What lies in `bundles/` is served by default, in the order of names, without the second bundle of a checkout."""
+    for name in ("b", "a", ".a.partial", "quartet-starter"):
         write(f"bundles/{name}/manifest.json", "")
     Path("bundles/notes").mkdir()
     configuration = configure({})
