@@ -314,9 +314,7 @@ class LocalDevice:
         if bundle.manifest.encoder is not None:
             runner = self._runners[self.encoder_of(bundle.path, bundle.manifest)]
             heads, texts = runner.check_heads(bundle), read_texts(bundle)
-            return OpenedBundle(
-                texts, runner, None, Proof(runner.runs_on, {}, 0.0, 0.0), heads=heads
-            )
+            return OpenedBundle(texts, runner, None, Proof(runner.runs_on, {}, 0.0), heads=heads)
         seconds = self._settings.load_timeout_s
         with TimeLimit(seconds) as limit:
             opened = self._open(bundle, limit, proof)
@@ -338,7 +336,7 @@ class LocalDevice:
         return shared.id
 
     def _open(self, bundle: Bundle, limit: TimeLimit, proof: Proof | None) -> OpenedBundle:
-        settings, began = self._settings, time.perf_counter()
+        settings = self._settings
 
         def proven(session: Session) -> bool:
             return proof is not None and proof.runs_on == describe_session(session)
@@ -366,7 +364,7 @@ class LocalDevice:
                 full = self._run_full_batches(bundle, runner, area, sessions[1].kind)
                 rate = self.slots.number * full[0].tokens / full[0].seconds
             samples = runner.warm_up(full, settings.batch_tokens(self.kind))
-            proof = Proof(runner.runs_on, samples, rate, time.perf_counter() - began)
+            proof = Proof(runner.runs_on, samples, rate)
         opened = OpenedBundle(texts, runner, runner.self_test(), proof, area)
         trim()  # other threads cannot use what this thread's batches have freed
         return opened

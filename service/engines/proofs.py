@@ -34,7 +34,6 @@ class Proof:
     runs_on: RunsOn
     samples: Mapping[int, Sequence[Sample]]
     gpu_rate: float  # tokens per second, see `OpenedBundle`
-    open_s: float  # seconds of that opening
 
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> "Proof":
@@ -42,7 +41,7 @@ class Proof:
             int(width): [Sample(*one) for one in own] for width, own in record["samples"].items()
         }
         runs_on = RunsOn(**record["runs_on"])
-        return cls(runs_on, samples, float(record["gpu_rate"]), float(record["open_s"]))
+        return cls(runs_on, samples, float(record["gpu_rate"]))
 
 
 class Proofs:
