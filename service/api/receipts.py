@@ -7,6 +7,7 @@ base64url, a dot, and its HMAC-SHA256 if the service has a `receipt_key`. It has
 import base64
 import hashlib
 import hmac
+from binascii import b2a_base64
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,12 +18,14 @@ import orjson
 
 from service.core.agreement import decisions, sketch
 from service.core.cpu import vector_features
+from service.engines.device import RunsOn
 from service.engines.engine import Engine, Reply
 
 HEADER = "X-Quartet-Receipt"
 MOST_BYTES = 4096  # of a header; proxies refuse larger ones
 TEXTS = "$texts"  # key of an object in the place of a text (0), or of a list of that many texts
 MOST_REMEMBERED = 64  # bytes of decisions
+URL_SAFE = bytes.maketrans(b"+/", b"-_")
 EXCEEDED = "too-large"  # in the place of a receipt
 
 
@@ -51,12 +54,9 @@ class Draft:
             "path": self.path,
             "body": {k: take(v, taken) if k in fields else v for k, v in body.items()},
             "texts": hash_of(orjson.dumps(taken)),
-            "model": self.engine.id,
-            "bundle": self.engine.sha256,
-            **self.engine.runs_on.facts,
-            "processor": " ".join(vector_features()),
         }
-        content = orjson.dumps(record)[:-1] + b","
+        engine = self.engine
+        content = orjson.dumps(record)[:-1] + facts_of(engine.id, engine.sha256, engine.runs_on)
         # Base64 of whole groups of three bytes continues without padding.
         self.beginning = encode(content.ljust(len(content) + -len(content) % 3))
 
@@ -66,10 +66,18 @@ class Draft:
         rest = {
             "heads": reply.heads,
             "decisions": hash_of_decisions(reply.results),
-            "numbers": base64.b64encode(sketch(reply.results).tobytes()).decode(),
+            "numbers": b2a_base64(sketch(reply.results).data, newline=False).decode(),
         }
         made = seal(self.beginning + encode(orjson.dumps(rest)[1:]), self.key)
         return made if len(made) <= MOST_BYTES else EXCEEDED
+
+
+@lru_cache
+def facts_of(model: str, sha256: str, runs_on: RunsOn) -> bytes:
+    """Return the part of a record that is the same for all requests, between two commas."""
+    processor = " ".join(vector_features())
+    record = {"model": model, "bundle": sha256, **runs_on.facts, "processor": processor}
+    return b"," + orjson.dumps(record)[1:-1] + b","
 
 
 def take(value: object, taken: list[str]) -> object:
@@ -106,14 +114,21 @@ def hash_of(content: bytes) -> str:
 known_hash = lru_cache(1024)(hash_of)
 
 
+@lru_cache
+def hash_of_shape(shape: tuple[int, ...]) -> str:
+    return hash_of(orjson.dumps([shape]))
+
+
 def hash_of_decisions(results: Sequence[Any]) -> str:
     """Return a hash, which is remembered for few decisions: many vectors have one shape, many texts one label."""
+    if len(results) == 1 and isinstance(results[0], np.ndarray):
+        return hash_of_shape(results[0].shape)
     content = orjson.dumps([decisions(one) for one in results])
     return known_hash(content) if len(content) <= MOST_REMEMBERED else hash_of(content)
 
 
 def encode(content: bytes) -> str:
-    return base64.urlsafe_b64encode(content).decode()
+    return b2a_base64(content, newline=False).translate(URL_SAFE).decode()
 
 
 def seal(content: str, key: str) -> str:

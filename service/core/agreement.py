@@ -119,6 +119,8 @@ def sketch(results: Sequence[Any]) -> NDArray[np.float32]:
     The sign of a number is that of its place times that of its vector, so that all vectors share a table. The signs of
     the first vector are 1: a single vector needs one call of numpy.
     """
+    if len(results) == 1 and isinstance(results[0], np.ndarray):
+        return _sums(None, results[0].ravel())
     parts = [_sums(*part) for one in results for part in _numbers(one)]
     if len(parts) == 1:
         return parts[0]
