@@ -119,38 +119,32 @@ EXAMPLES: Mapping[type[Request], Object] = {
 # Responses of the default bundle to EXAMPLES and to pages, by route: `python -m tests.examples` writes them.
 ANSWERS = read_examples("example_answers.json")
 
+TEXT: Object = {"type": "string"}
 REQUEST_HEADERS: list[Object] = [
-    {
-        "name": "X-Request-Id",
-        "in": "header",
-        "description": "Names the request in the response and in the log; made up unless it is of"
-        " 1 to 128 printable ASCII characters.",
-        "schema": {"type": "string"},
-    },
-    {
-        "name": "traceparent",
-        "in": "header",
-        "description": "W3C Trace Context: the log then names the trace.",
-        "schema": {"type": "string"},
-    },
-    {
-        "name": "X-Quartet-Receipt",
-        "in": "header",
-        "description": "Any value: the response says in this header how the answer was made.",
-        "schema": {"type": "string"},
-    },
-    {
-        "name": "X-Priority",
-        "in": "header",
-        "description": "May only lower the priority that the key gives.",
-        "schema": reference("Priority"),
-    },
-    {
-        "name": "X-Request-Timeout-Ms",
-        "in": "header",
-        "description": "Answer within this time or with 504; at most the server's own deadline.",
-        "schema": {"type": "integer", "minimum": 1},
-    },
+    {"name": name, "in": "header", "description": text, "schema": schema}
+    for name, text, schema in (
+        (
+            "X-Request-Id",
+            "Names the request in the response and in the log; made up unless it is of 1 to 128 printable ASCII characters.",
+            TEXT,
+        ),
+        ("traceparent", "W3C Trace Context: the log then names the trace.", TEXT),
+        (
+            "X-Quartet-Receipt",
+            "Any value: the response says in this header how the answer was made.",
+            TEXT,
+        ),
+        (
+            "X-Priority",
+            "May only lower the priority that the key gives.",
+            reference("Priority"),
+        ),
+        (
+            "X-Request-Timeout-Ms",
+            "Answer within this time or with 504; at most the server's own deadline.",
+            {"type": "integer", "minimum": 1},
+        ),
+    )
 ]
 
 PATH_PARAMETERS: dict[str, str] = {
