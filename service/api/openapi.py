@@ -125,7 +125,8 @@ REQUEST_HEADERS: list[Object] = [
     for name, text, schema in (
         (
             "X-Request-Id",
-            "Names the request in the response and in the log; made up unless it is of 1 to 128 printable ASCII characters.",
+            "Names the request in the response and in the log; made up unless it is of"
+            " 1 to 128 printable ASCII characters.",
             TEXT,
         ),
         ("traceparent", "W3C Trace Context: the log then names the trace.", TEXT),
