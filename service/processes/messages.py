@@ -163,7 +163,7 @@ class LoadReport:
     # Each flow, with the bits, number and tokens of its requests.
     waiting: list[tuple[tuple[str, int, str], list[tuple[int, int, int]]]]
     problem: str
-    limits: tuple[int, int, int]  # max_queue_tokens, slots, entry_size
+    limits: tuple[int, int, int, int]  # max_queue_tokens, slots, entry_size, batch_tokens
 
     @classmethod
     def of(cls, load: Load, seen: int) -> "LoadReport":
@@ -174,7 +174,7 @@ class LoadReport:
             )
             for flow, backlog in load.waiting.items()
         ]
-        limits = load.max_queue_tokens, load.slots, load.entry_size
+        limits = load.max_queue_tokens, load.slots, load.entry_size, load.batch_tokens
         return cls(seen, dict(load.rates), waiting, load.problem, limits)
 
     @property

@@ -60,8 +60,9 @@ class AdmissionControl:
             name: self._drain.speed * self._planner.expected_rate(model)
             for name, model in self._queue.models.items()
         }
-        limits = self.max_queue_tokens, self._planner.slots, self._planner.entry_size
-        return Load(self._rates, waiting, problem, *limits)
+        planner = self._planner
+        limits = planner.slots, planner.entry_size, planner.budget.tokens
+        return Load(self._rates, waiting, problem, self.max_queue_tokens, *limits)
 
     def batch_started(self, model: ModelStatistics, tokens: int) -> None:
         """Add the expected seconds of a batch that starts to the measurement of the drain speed."""

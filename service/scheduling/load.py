@@ -112,6 +112,7 @@ class Load:
     max_queue_tokens: int = MAX_QUEUE_TOKENS
     slots: int = 1  # of all devices
     entry_size: int = 1  # texts that an entry may have
+    batch_tokens: int = 0  # that a batch may have
 
     @property
     def ready(self) -> bool:
@@ -133,7 +134,8 @@ class Load:
 
         So a model that computes a text in microseconds does not need the queue's work for each text.
         """
-        return int(ENTRY_S * self.rates.get(bundle, 0.0) / self.slots)
+        rate = self.rates.get(bundle, 0.0) / self.slots
+        return min(int(ENTRY_S * rate), self.batch_tokens)
 
     def add(self, flow: Flow, request: RemainingWork) -> None:
         """Add a request that was sent after the device reported this load, unless its bundle is newer."""
@@ -202,4 +204,5 @@ def total_load(loads: Sequence[Load]) -> Load:
         sum(load.max_queue_tokens for load in ready),
         sum(load.slots for load in ready),
         min(load.entry_size for load in ready),
+        min(load.batch_tokens for load in ready),
     )

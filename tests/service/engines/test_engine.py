@@ -432,13 +432,16 @@ async def test_short_texts_are_submitted_together(tiny_bundle, streamed):
     alone, windows = await answers(Load())
     assert [()] == [*dict.fromkeys(windows)]
     for slots, sizes in ((1, [8, 2]), (2, [6, 3])):
-        together, windows = await answers(Load({"tiny@1": 1e9}, slots=slots, entry_size=8))
+        together, windows = await answers(
+            Load({"tiny@1": 1e9}, slots=slots, entry_size=8, batch_tokens=999)
+        )
         assert sizes == [len(own) for own in windows if own]
         np.testing.assert_array_equal(alone, together)
-    few, windows = await answers(Load({"tiny@1": 50_000.0}, entry_size=8))
-    assert 1 < len([own for own in windows if own])
-    assert all(sum(own) <= 50 for own in windows)
-    np.testing.assert_array_equal(alone, few)
+    for rate, tokens in ((50_000.0, 999), (1e9, 50)):
+        few, windows = await answers(Load({"tiny@1": rate}, entry_size=8, batch_tokens=tokens))
+        assert 1 < len([own for own in windows if own])
+        assert all(sum(own) <= 50 for own in windows)
+        np.testing.assert_array_equal(alone, few)
 
 
 async def test_a_text_that_fails_among_others_fails_alone(tiny_bundle):
@@ -449,7 +452,7 @@ async def test_a_text_that_fails_among_others_fails_alone(tiny_bundle):
         assert 3 == len(entry.window.lengths)
         return [replace(rows(entry), failed={0: InferenceFailed("not finite")})]
 
-    load = Load({"tiny@1": 1e9}, entry_size=8)
+    load = Load({"tiny@1": 1e9}, entry_size=8, batch_tokens=999)
     engine = engine_before(tiny_bundle, device(submit, load=load))
     texts = [SHORT[1] + " more", SHORT[1], SHORT[1] + " more words"]
     found = await engine.answer(embed(texts), replace(ticket(), isolate_errors=True))
