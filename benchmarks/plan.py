@@ -16,13 +16,13 @@ import uvloop
 from benchmarks.lib import traffic
 from benchmarks.lib.load_generator import Measured, open_loop, request_bytes
 from quartet.bench import serving
-from quartet.plan import find_replica
+from quartet.plan import measure
 from quartet.simulation import predict
 from service.core.encode import Encoder
 
 
 def main() -> None:
-    """Predict the latency at each rate, measure it in rounds, and print both."""
+    """Predict the latency at each rate and measure it, in rounds, and print the medians."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--precision", default="int8")
@@ -33,34 +33,32 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cost", type=Path, help="see quartet plan")
     own = parser.parse_args()
-    replica = find_replica(str(own.bundle), own.precision, own.cost)
     texts = traffic.texts(traffic.MIXES["news"])
-    encoder = Encoder.from_file(own.bundle / "tokenizer.json", replica.max_length)
-    lengths = [len(cut.windows[0]) for cut in encoder.texts(texts)]
-    predicted = {rate: predict(replica, own.replicas, rate, lengths) for rate in own.rates}
     requests = [request_bytes(own.path, json.dumps({"inputs": text}).encode()) for text in texts]
-    found: dict[float, list[np.ndarray]] = {rate: [] for rate in own.rates}
+    found: dict[float, list[list[float]]] = {rate: [] for rate in own.rates}
     with ExitStack() as stack:
         options = ("--precision", own.precision)
         served = [stack.enter_context(serving(own.bundle, *options)) for _ in range(own.replicas)]
-        for number in range(own.rounds + 1):
+        ports = [port for port, _ in served]
+        for number in range(own.rounds):
+            replica = measure(
+                own.bundle, own.precision
+            )  # in each round: a shared machine's speed changes
+            encoder = Encoder.from_file(own.bundle / "tokenizer.json", replica.max_length)
+            lengths = [len(cut.windows[0]) for cut in encoder.texts(texts)]
             for rate in own.rates:
-                loads = uvloop.run(
-                    send([port for port, _ in served], requests, rate, own.seconds, number)
-                )
-                if number:  # the first round is slower
-                    found[rate].append(np.concatenate([load.latencies for load in loads]))
+                _, p50, p99, busy = predict(replica, own.replicas, rate, lengths)
+                loads = uvloop.run(send(ports, requests, rate, own.seconds, number))
+                times = 1000 * np.concatenate([load.latencies for load in loads])
+                at50, at99 = np.quantile(times, (0.5, 0.99))
+                found[rate].append([busy, p50, at50, p50 / at50, p99, at99, p99 / at99])
     print("   rate   busy   p50 ms: predicted measured ratio   p99 ms: predicted measured ratio")
-    for rate, (_, p50, p99, busy) in predicted.items():
-        at50, at99 = (
-            np.median([1000 * np.quantile(one, share) for one in found[rate]])
-            for share in (0.5, 0.99)
-        )
+    for rate, rows in found.items():
+        busy, p50, at50, ratio50, p99, at99, ratio99 = np.median(rows, axis=0)
         print(
-            f"{rate:>7g} {busy:>6.0%} {p50:>18.1f} {at50:>8.1f} {p50 / at50:>5.2f}"
-            f" {p99:>19.1f} {at99:>8.1f} {p99 / at99:>5.2f}"
+            f"{rate:>7g} {busy:>6.0%} {p50:>18.1f} {at50:>8.1f} {ratio50:>5.2f}"
+            f" {p99:>19.1f} {at99:>8.1f} {ratio99:>5.2f}"
         )
 
 
