@@ -152,7 +152,7 @@ async def test_models_open_at_their_first_request_and_close_by_use(start):
 
 
 async def test_models_are_listed_by_name(start, tmp_path):
-    """The default model is the first by name, whichever bundle has come last."""
+    """The default model is the first by name, also when another bundle has come last."""
     os.utime(tmp_path / "models" / "c")
     async with start() as fleet:
         assert [*NAMES] == [*await fleet.states()]
