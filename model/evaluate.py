@@ -132,7 +132,7 @@ def torch_run(model: EncoderWithHeads, heads: list[str], dtype: torch.dtype = to
         model.train(training)
         arrays = {name: output.cpu().numpy() for name, output in outputs.items()}
         ends = packing.make_layout(map(len, encodings)).cu_seqlens
-        return packing.split(arrays, len(encodings), dict.fromkeys(per_token, ends))
+        return packing.split(arrays, encodings, dict.fromkeys(per_token, ends))
 
     return run
 
