@@ -12,7 +12,7 @@ import random
 import re
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +207,14 @@ def antonyms(
             yield dict(zip(RELATED, (anchor, positive, negative), strict=True))
 
 
+def write_rows(out: Path, made: Mapping[str, Iterable[Row]]) -> None:
+    """Write a file of JSON lines for each name."""
+    for name, rows in made.items():
+        path = out / f"{name}.jsonl.gz"
+        count = write_gzip(path, (json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        print(f"{path}: {count:,} rows")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m model.everyday", description=__doc__)
     parser.add_argument("out", type=Path)
@@ -236,10 +244,7 @@ def main() -> None:
                 *antonyms(templates, pairs, given.plain, rng),
             ],
         }
-        for name, rows in made.items():
-            path = given.out / f"{name}.jsonl.gz"
-            count = write_gzip(path, (json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-            print(f"{path}: {count:,} rows")
+        write_rows(given.out, made)
     except (OSError, ValueError) as error:
         raise SystemExit(f"{error}") from None
 

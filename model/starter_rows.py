@@ -5,7 +5,6 @@ files that `configs/starter.toml` reads.
 """
 
 import argparse
-import json
 import random
 import re
 import tomllib
@@ -130,10 +129,7 @@ def main() -> None:
             "opinions": opinion_rows(own, given.plain, 2 * given.rows, rng()),
             "embeddings": everyday.opposite_rows(templates),
         }
-        for name, rows in made.items():
-            path = given.out / f"{name}.jsonl.gz"
-            count = write_gzip(path, (json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-            print(f"{path}: {count:,} rows")
+        everyday.write_rows(given.out, made)
         count = write_gzip(given.out / "texts.txt.gz", (f"{text}\n\n" for text in texts))
         print(f"{given.out / 'texts.txt.gz'}: {count:,} texts")
     except (OSError, ValueError) as error:
