@@ -42,9 +42,8 @@ def main() -> None:
         served = [stack.enter_context(serving(own.bundle, *options)) for _ in range(own.replicas)]
         ports = [port for port, _ in served]
         for number in range(own.rounds):
-            replica = measure(
-                own.bundle, own.precision
-            )  # in each round: a shared machine's speed changes
+            # In each round, because the speed of a shared machine changes.
+            replica = measure(own.bundle, own.precision)
             encoder = Encoder.from_file(own.bundle / "tokenizer.json", replica.max_length)
             lengths = [len(cut.windows[0]) for cut in encoder.texts(texts)]
             for rate in own.rates:

@@ -255,8 +255,7 @@ class Encoder:
         tokens = self._ids(together, _needed(self._capacity, truncate))
         if prompt and truncate == "window":
             return [Cut(self._prompted(ids, prompt, stride), False) for ids in tokens]
-        capacity = self._capacity
-        if max(map(len, tokens), default=0) <= capacity:
+        if max(map(len, tokens), default=0) <= self._capacity:
             return [Cut((_frame_ids(self._single, ids),), False) for ids in tokens]
         plans = self._plan([*map(len, tokens)], truncate, stride)
         return [
