@@ -19,7 +19,7 @@ from service.api.json_responses import JsonResponse
 from service.api.ndjson import InLines, NdjsonResponse, NdjsonStream, line, wants_lines
 from service.api.receipts import HEADER, Draft
 from service.api.request_body import answer_in_time, check_media_type, parse_limited, read_body
-from service.api.schemas import Request, most_parts, parse, refuse_long
+from service.api.schemas import Request, most_parts, names_of_texts, parse, refuse_long
 from service.engines.engine import (
     BYTES_PER_TOKEN,
     CHARACTERS_PER_TOKEN,
@@ -284,7 +284,7 @@ def open_call(request: HttpRequest, schema: type[R], body: object, deadline: flo
     receipt = None
     if HEADER.lower() in context.headers:
         key = settings.receipt_key.get_secret_value() if settings.receipt_key else ""
-        receipt = Draft(request.scope["path"], body, valid.texts, key, engine)
+        receipt = Draft(request.scope["path"], body, names_of_texts(schema), key, engine)
     return Call(valid, engine, ticket, context, request.receive, in_lines, receipt)
 
 

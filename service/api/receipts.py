@@ -8,7 +8,7 @@ import base64
 import hashlib
 import hmac
 from binascii import b2a_base64
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -33,12 +33,12 @@ EXCEEDED = "too-large"  # in the place of a receipt
 class Draft:
     """The receipt of a request that has no answer yet.
 
-    path, body: as the route has them; texts: returns the texts with their locations; key: "" for none
+    path, body: as the route has them; text_names: of the body's fields with texts; key: "" for none
     """
 
     path: str
     body: object
-    texts: Callable[[], Iterator[tuple[str, str]]]
+    text_names: Container[str]
     key: str
     engine: Engine
     beginning: str = ""
@@ -47,16 +47,17 @@ class Draft:
         """Make the part that needs no answer, while the model runs, so that no request waits for it."""
         if self.beginning:
             return
-        fields = {place.partition(".")[0].partition("[")[0] for place, _ in self.texts()}
         taken: list[str] = []
         body = self.body if isinstance(self.body, dict) else {}
         record = {
             "path": self.path,
-            "body": {k: take(v, taken) if k in fields else v for k, v in body.items()},
+            "body": {k: take(v, taken) if k in self.text_names else v for k, v in body.items()},
             "texts": hash_of(orjson.dumps(taken)),
         }
         engine = self.engine
-        content = orjson.dumps(record)[:-1] + facts_of(engine.id, engine.sha256, engine.runs_on)
+        facts = facts_of(engine.id, engine.sha256, engine.runs_on)
+        # Of binary tensors, the record has the hash.
+        content = orjson.dumps(record, default=hash_of)[:-1] + facts
         # Base64 of whole groups of three bytes continues without padding.
         self.beginning = encode(content.ljust(len(content) + -len(content) % 3))
 
@@ -91,7 +92,9 @@ def take(value: object, taken: list[str]) -> object:
             return {TEXTS: len(value)}
         return [take(one, taken) for one in value]
     if isinstance(value, dict):
-        return {key: take(one, taken) for key, one in value.items()}
+        # Of a tensor, only its data are texts.
+        names = ("data",) if "datatype" in value else value
+        return {key: take(one, taken) if key in names else one for key, one in value.items()}
     return value
 
 

@@ -48,6 +48,7 @@ class Request(Strict):
     task: ClassVar[str]  # its name in logs, metrics and traces
     listed: ClassVar[str] = "inputs"  # the field that has an item for each result
     text_fields: ClassVar[Sequence[str]] = ("inputs",)  # those with texts
+    nested_texts: ClassVar[Sequence[str]] = ()  # those with texts among their own fields
     unknown_model: ClassVar[UnknownModelRule] = "refuse"  # unless a setting says otherwise
 
     model: ServedName | None = Field(
@@ -93,6 +94,13 @@ class Request(Strict):
                 yield name, value
             else:
                 yield from numbered(name, value or ())
+
+
+@cache
+def names_of_texts(schema: type[Request]) -> frozenset[str]:
+    """Return the names that the fields with texts have in a request's JSON."""
+    fields = (*schema.text_fields, *schema.nested_texts)
+    return frozenset(name_in_body(schema, field) for field in fields)
 
 
 @cache
@@ -266,6 +274,7 @@ class QaRequest(HeadRequest, QaOptions):
     """One question as `question` and `context`, or several as `inputs`; not both."""
 
     task = "qa"
+    text_fields = ("question", "context", "inputs")
 
     question: NotBlank | None = Field(None, description="the question about the context")
     context: NotBlank | None = Field(None, description="the text that the answer is a span of")

@@ -1,6 +1,7 @@
 """An answer is made again from its receipt, and what differs is named."""
 
 import asyncio
+import hashlib
 import json
 import shutil
 import sys
@@ -22,6 +23,7 @@ ASK = {receipts.HEADER.lower().encode(): b"1"}
 NAME = receipts.HEADER.lower().encode()
 KEY = "a key of sixteen".replace(" ", "-")
 TEXT = "Ada drew a comet in Turin."
+TENSOR = {"name": "text", "shape": [1], "datatype": "BYTES"}
 LONG = "at dawn " * 999  # which fails
 BODIES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "/embed": ({"inputs": TEXT, "normalize": False}, [TEXT]),
@@ -33,6 +35,11 @@ BODIES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "/attention": ({"inputs": TEXT, "layer": 1}, [TEXT]),
     "/tei/embed": ({"inputs": [TEXT], "truncate": True}, [TEXT]),
     "/v1/embeddings": ({"input": [TEXT], "model": "tiny"}, [TEXT]),
+    "/cohere/v2/embed": ({"inputs": [{"content": [{"type": "text", "text": TEXT}]}], "model": "tiny"}, ["text", TEXT]),
+    "/cohere/v2/rerank": ({"query": "Ada", "documents": [{"text": TEXT}], "model": "tiny"}, ["Ada", TEXT]),
+    "/tei/predict": ({"inputs": [[TEXT, "b"]]}, [TEXT, "b"]),
+    "/vllm/score": ({"data_1": TEXT, "data_2": [TEXT]}, [TEXT, TEXT]),
+    "/v2/models/tiny/infer": ({"inputs": [{**TENSOR, "data": [TEXT]}]}, [TEXT]),
 }  # fmt: skip
 
 
@@ -149,6 +156,22 @@ def test_a_receipt_fits_a_header():
     assert 18 == len(taken)
     assert [["a", "b"]] * 9 == receipts.put(mark, iter(taken))
     assert {receipts.TEXTS: 5000} == receipts.take(["a"] * 5000, [])
+
+
+async def test_a_receipt_of_binary_tensors_has_their_hash(tiny_bundle):
+    """So it has no text, and their answer cannot be made again."""
+    data = len(TEXT).to_bytes(4, "little") + TEXT.encode()
+    tensor = {**TENSOR, "parameters": {"binary_data_size": len(data)}}
+    content = json.dumps({"inputs": [tensor]}).encode()
+    sizes = {b"inference-header-content-length": str(len(content)).encode()}
+    async with EmbeddedService(tiny_bundle) as service:
+        path = "/v2/models/tiny/infer"
+        status, answer, headers = await post(service.app, path, content + data, ASK | sizes)
+    assert 200 == status, answer
+    record, _ = receipts.unseal(headers[NAME].decode(), "")
+    assert hashlib.sha256(data).hexdigest() == record["body"]["inputs"][0]["data"]
+    with pytest.raises(replay.ReplayError, match="answers 4"):
+        await replay.answer_again(tiny_bundle, record, [], "")
 
 
 async def test_an_answer_of_a_head_bundle_is_made_again(states_bundle, tmp_path, monkeypatch):

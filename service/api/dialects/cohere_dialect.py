@@ -88,6 +88,7 @@ class CohereEmbedRequest(Request):
     """Texts as `texts`, or as `inputs` with one text each; not both."""
 
     task = "embedding"
+    text_fields = ("text_list", "inputs")
 
     text_list: ListOfTexts | None = Field(None, alias="texts", description="several texts")
     inputs: Annotated[list[CohereInput], Field(min_length=1)] | None = Field(

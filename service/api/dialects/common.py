@@ -96,6 +96,7 @@ class InputRequest(Request):
     """A request whose `input` is texts or token ids."""
 
     listed = "input"
+    text_fields = ("input",)
 
     input: Input = Field(description="texts, or token ids")
 
@@ -196,6 +197,7 @@ class DocumentsRequest(Request):
 
     task = "rerank"
     listed = "documents"
+    text_fields = ("query", "documents")
 
     query: str = Field(description="the text that the documents are compared with")
     documents: Annotated[

@@ -280,6 +280,7 @@ class HfMaskParameters(Strict):
 
 class HfMaskRequest(HfTextsRequest):
     task = "fill-mask"
+    nested_texts = ("parameters",)
 
     parameters: HfMaskParameters | None = None
 
@@ -306,6 +307,7 @@ class HfZeroShotParameters(Strict):
 
 class HfZeroShotRequest(HfTextsRequest):
     task = "zero-shot"
+    nested_texts = ("parameters",)
 
     parameters: HfZeroShotParameters
 

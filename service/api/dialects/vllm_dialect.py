@@ -176,6 +176,7 @@ class VllmScoreRequest(VllmPairRequest):
     """One text with several, or pairs: text_1 and text_2, queries and documents or items, or data_1 and data_2."""
 
     task = "rerank"
+    text_fields = tuple({name for pair in SIDES for name in pair})
 
     text_1: Texts | None = Field(None, description="one text, or as many as in the other field")
     text_2: Texts | None = Field(None, description="the texts that it is compared with")
