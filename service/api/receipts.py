@@ -8,7 +8,7 @@ import base64
 import hashlib
 import hmac
 from binascii import b2a_base64
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from service.core.agreement import decisions, sketch
+from service.core.agreement import outline
 from service.core.cpu import vector_features
 from service.engines.device import RunsOn
 from service.engines.engine import Engine, Reply
@@ -64,10 +64,13 @@ class Draft:
     def finish(self, reply: Reply[Any]) -> str:
         """Return the receipt of a reply, or "too-large"."""
         self.begin()
+        decisions, sums = outline(reply.results)
+        decided = orjson.dumps(decisions)
+        is_short = len(decided) <= MOST_REMEMBERED
         rest = {
             "heads": reply.heads,
-            "decisions": hash_of_decisions(reply.results),
-            "numbers": b2a_base64(sketch(reply.results).data, newline=False).decode(),
+            "decisions": known_hash(decided) if is_short else hash_of(decided),
+            "numbers": b2a_base64(sums.data, newline=False).decode(),
         }
         made = seal(self.beginning + encode(orjson.dumps(rest)[1:]), self.key)
         return made if len(made) <= MOST_BYTES else EXCEEDED
@@ -93,7 +96,7 @@ def take(value: object, taken: list[str]) -> object:
         return [take(one, taken) for one in value]
     if isinstance(value, dict):
         # Of a tensor, only its data are texts.
-        names = ("data",) if "datatype" in value else value
+        names: Container[str] = ("data",) if "datatype" in value else value
         return {key: take(one, taken) if key in names else one for key, one in value.items()}
     return value
 
@@ -114,20 +117,7 @@ def hash_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-known_hash = lru_cache(1024)(hash_of)
-
-
-@lru_cache
-def hash_of_shape(shape: tuple[int, ...]) -> str:
-    return hash_of(orjson.dumps([shape]))
-
-
-def hash_of_decisions(results: Sequence[Any]) -> str:
-    """Return a hash, which is remembered for few decisions: many vectors have one shape, many texts one label."""
-    if len(results) == 1 and isinstance(results[0], np.ndarray):
-        return hash_of_shape(results[0].shape)
-    content = orjson.dumps([decisions(one) for one in results])
-    return known_hash(content) if len(content) <= MOST_REMEMBERED else hash_of(content)
+known_hash = lru_cache(1024)(hash_of)  # many vectors have one shape, many texts one label
 
 
 def encode(content: bytes) -> str:

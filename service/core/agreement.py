@@ -20,7 +20,7 @@ from service.core.goldens import cosine
 
 CLOSE = 0.99  # two vectors with at least this cosine count as the same result
 NEAR = 0.05  # two scores that differ by at most this count as the same result
-SIGNS = 16  # numbers of a sketch
+SIGNS = 16  # sums of an outline
 MOST_KNOWN = 4096  # places whose signs are kept
 CLOSE_INTEGERS = 0.9  # the cosine of their packed bits that follows from it
 
@@ -101,37 +101,49 @@ def distance(one: Any, other: Any) -> float:
     return max(apart, 1 - 2 * len(shared) / (len(mine) + len(theirs)))
 
 
-def decisions(result: Any) -> Any:
-    """Return what a result decides, for a hash: labels, tokens or spans; of vectors their shapes; None for an error."""
-    if isinstance(result, dict):
-        return {str(key): decisions(value) for key, value in result.items()}
-    if result is None or isinstance(result, float):
-        return None
-    if isinstance(result, SparseVector):
-        return len(result.indices)
-    return result.shape if isinstance(result, np.ndarray) else essence(result)
+def outline(results: Sequence[Any]) -> tuple[list[Any], NDArray[np.float32]]:
+    """Return what results decide, for a hash, and 16 sums of all their numbers, each with another sign for each number.
 
-
-def sketch(results: Sequence[Any]) -> NDArray[np.float32]:
-    """Return sums of all numbers of results, `[16]`, each with another sign for each number, the same in all calls.
-
-    The difference of two sketches, divided by 4, is about as long as that of the numbers (Johnson and Lindenstrauss).
-    The sign of a number is that of its place times that of its vector, so that all vectors share a table. The signs of
-    the first vector are 1: a single vector needs one call of numpy.
+    Decisions are labels, tokens or spans; of vectors their shapes; None for an error. The signs are the same in all
+    calls. The difference of two sums, divided by 4, is about as long as that of the numbers (Johnson and
+    Lindenstrauss). The sign of a number is that of its place times that of its vector, so that all vectors share a
+    table. The signs of the first vector are 1.
     """
-    if len(results) == 1 and isinstance(results[0], np.ndarray):
-        return _sums(None, results[0].ravel())
-    parts = [_sums(*part) for one in results for part in _numbers(one)]
-    if len(parts) == 1:
-        return parts[0]
-    rows = np.array(parts, np.float32).reshape(-1, SIGNS)
-    sums: NDArray[np.float32] = (rows * _first_signs(1, len(parts))).sum(axis=0)
-    return sums
+    decisions: list[Any] = []
+    sums: list[NDArray[np.float32]] = []
+    for one in results:
+        decided, own = _outline(one)
+        decisions.append(decided)
+        sums += own
+    if len(sums) == 1:
+        return decisions, sums[0]
+    rows = np.array(sums, np.float32).reshape(-1, SIGNS)
+    total: NDArray[np.float32] = (rows * _first_signs(1, len(rows))).sum(axis=0)
+    return decisions, total
 
 
-def _sums(places: NDArray[Any] | None, values: NDArray[Any]) -> NDArray[np.float32]:
-    signs = _first_signs(0, len(values)) if places is None else _signs(0, places)
-    sums: NDArray[np.float32] = values.dot(signs)
+def _outline(result: Any) -> tuple[Any, list[NDArray[np.float32]]]:
+    """Return what a result decides, and the sums of each of its vectors."""
+    if isinstance(result, np.ndarray):
+        return result.shape, [_sums(result.ravel())]
+    if isinstance(result, list):
+        named = result if result and isinstance(result[0], LabelScore) else _named_scores(result)
+        # In an order of their own, because equal results may have another.
+        scores = [score for _, score in sorted(named)]
+        return essence(result), [_sums(np.array(scores, np.float32))]
+    if isinstance(result, dict):
+        parts = {str(key): _outline(value) for key, value in result.items()}
+        sums = [one for _, own in parts.values() for one in own]
+        return {key: decided for key, (decided, _) in parts.items()}, sums
+    if isinstance(result, SparseVector):
+        return len(result.indices), [result.values.dot(_signs(0, result.indices))]
+    if isinstance(result, AttentionMap):
+        return essence(result), [_sums(result.weights.ravel())]
+    return None, [] if result is None else [_sums(np.array([result], np.float32))]
+
+
+def _sums(values: NDArray[Any]) -> NDArray[np.float32]:
+    sums: NDArray[np.float32] = values.dot(_first_signs(0, len(values)))
     return sums
 
 
@@ -156,32 +168,11 @@ def _signs(salt: int, places: NDArray[Any]) -> NDArray[np.float32]:
     return np.asarray(signs[:-1] * signs[-1])
 
 
-def _numbers(result: Any) -> Iterator[tuple[NDArray[Any] | None, NDArray[Any]]]:
-    """Yield the values of a result's numbers with their places; None for the first places."""
-    if isinstance(result, dict):
-        for value in result.values():
-            yield from _numbers(value)
-    elif result is None:  # of an input that failed
-        return
-    elif isinstance(result, SparseVector):
-        yield result.indices, result.values
-    elif isinstance(result, AttentionMap):
-        yield None, result.weights.ravel()
-    elif isinstance(result, np.ndarray):
-        yield None, result.ravel()
-    elif isinstance(result, float):
-        yield None, np.array([result], np.float32)
-    else:
-        yield None, np.array([score for _, score in sorted(_scores(result))], np.float32)
-
-
-def _scores(result: Sequence[Any]) -> Iterator[tuple[str, float]]:
-    """Yield the scores of labels, spans or tokens with what they are of, so that equal ones have the same order."""
+def _named_scores(result: Sequence[Any]) -> Iterator[tuple[str, float]]:
+    """Yield the scores of spans or tokens with what they are of."""
     for one in result:
         if isinstance(one, list):
-            yield from _scores(one)
-        elif isinstance(one, LabelScore):
-            yield one
+            yield from _named_scores(one)
         else:
             yield str(one._replace(score=0.0)), one.score
 
