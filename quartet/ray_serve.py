@@ -4,6 +4,7 @@ RAY_SERVE_ENABLE_HA_PROXY=1 serve run quartet.ray_serve:build bundles=bundles/re
 """
 
 import math
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from service.embedded import EmbeddedService
 WAIT = "expected_wait_s"
 QUIET_S = 20.0  # without a need for the present replicas, before one is taken away
 DRAIN_S = 25.0  # for the accepted requests of a replica that stops
+METRICS_S = 5.0  # between two exports of the metrics, which Ray collects every 10 s by default
 
 
 class Options(BaseModel):
@@ -76,6 +78,7 @@ class Quartet:
         # These stay, although `user_config` does not name them.
         self._kept = {Path(bundle).name for bundle in own.bundles}
         self._gauges: dict[str, Gauge] = {}
+        self._exported = -math.inf
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._service.app
@@ -87,11 +90,16 @@ class Quartet:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the seconds until the backlog is computed, and pass the metrics on to Ray's exporter."""
+        if time.monotonic() >= self._exported + METRICS_S:
+            self._exported = time.monotonic()
+            self._export_metrics()
+        return {WAIT: self._service.load.drain_s}
+
+    def _export_metrics(self) -> None:
         for name, help_text, labels, value in self._service.samples():
             if name not in self._gauges:
                 self._gauges[name] = Gauge(name, help_text, tuple(labels))
             self._gauges[name].set(value, labels)
-        return {WAIT: self._service.load.drain_s}
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Serve the `models` of `models_dir` by name, promoted in this order, and unload what is not named."""

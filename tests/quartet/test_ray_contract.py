@@ -97,8 +97,8 @@ def test_scaling(module):
     assert 1 == wanted(1)
 
 
-async def test_replica(module, tmp_path):
-    """A replica answers by its application, follows the user config, and reports health, wait and metrics."""
+async def test_replica(module, monkeypatch, tmp_path):
+    """A replica answers, follows the user config, and reports health, wait and, less often, metrics."""
     for version in ("6", "7"):
         copy = shutil.copytree(ROOT / "bundles" / "quartet-mini", tmp_path / f"mini-{version}")
         restate(copy, version=version)
@@ -125,6 +125,12 @@ async def test_replica(module, tmp_path):
         replica.check_health()
         assert {module.WAIT: 0.0} == replica.record_autoscaling_stats()
         assert any(name == "quartet_queue_seconds" for name, *_ in Gauge.values)
+        Gauge.values.clear()
+        replica.record_autoscaling_stats()
+        assert not Gauge.values
+        monkeypatch.setattr(module, "METRICS_S", 0.0)
+        replica.record_autoscaling_stats()
+        assert Gauge.values
         replica._service._state.engines.alive = lambda: False
         with pytest.raises(RuntimeError):
             replica.check_health()
