@@ -2,9 +2,10 @@
 
 .venv-ray/bin/python -m benchmarks.ray_serve BUNDLE    with the variables of docs/how-to/ray.md
 
-One replica with all cores (`one`) and a replica for each core (`each`) run in one local cluster of Ray. The loads take
-turns, so that other work on the machine slows all of them. Ray's processes also work without requests: that time is
-stated, and it counts.
+One replica with all cores (`one`) and a replica for each core (`each`) run in one local cluster of Ray. `plain` is the
+service by itself, and `devices` the service with a device for each core, whose batches are as small as those of `each`.
+The loads take turns, so that other work on the machine slows all of them, and the servers without load are stopped.
+Ray's processes also work without requests: that time is stated, and it counts.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from benchmarks.lib.servers import running_module
 from service.settings import usable_cores
 
 IDLE_S = 5.0
+SETTLE_S = 1.0  # after a server was stopped
 
 
 def main() -> None:
@@ -43,27 +45,37 @@ def main() -> None:
     inputs = [texts[i : i + own.texts] for i in range(0, len(texts) - own.texts + 1, own.texts)]
     plain = ["service", bundle, "--precision", own.precision, "--log-level", "error"]
     ray = ["benchmarks.ray_serve", bundle, "--precision", own.precision]
+    devices = f"cpu*{usable_cores()}"
     with (
         running_module(*plain) as first,
-        running_module(*ray, ready="/each/health/ready") as second,
+        running_module(*plain, "--devices", devices) as second,
+        running_module(*ray, ready="/each/health/ready") as third,
     ):
-        contenders = {"plain": (first, ""), "one": (second, "/one"), "each": (second, "/each")}
+        contenders = {"plain": (first, ""), "devices": (second, "")}
+        contenders |= {"one": (third, "/one"), "each": (third, "/each")}
         idle = {
             name: spent_s(server[0], IDLE_S) / IDLE_S for name, (server, _) in contenders.items()
         }
         found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in contenders}
+        for (pid, _), _ in contenders.values():
+            processes.rest(pid)
         for number in range(own.rounds + 1):
             for name, ((pid, port), prefix) in contenders.items():
                 path = f"{prefix}/{own.path}"
                 requests = [
                     request_bytes(path, json.dumps({"inputs": part}).encode()) for part in inputs
                 ]
+                processes.wake(pid)
+                time.sleep(SETTLE_S)
                 before = processes.cpu_s(pid)
                 load = uvloop.run(closed_loop(port, requests, own.connections, own.seconds))
                 cpu_s = (processes.cpu_s(pid) - before) * load.seconds / load.lasted
+                processes.rest(pid)
                 if number:  # the first round is slower
                     figures = 1000 * cpu_s / load.requests, load.rate, load.percentile(50)
                     found[name].append(figures)
+        for (pid, _), _ in contenders.values():
+            processes.wake(pid)
     table = {
         name: dict(
             zip(("cpu_ms", "per_s", "p50_ms"), np.median(rounds, axis=0).tolist(), strict=True)
@@ -71,15 +83,19 @@ def main() -> None:
         | {"idle": idle[name]}
         for name, rounds in found.items()
     }
-    base = [cpu_ms for cpu_ms, _, _ in found["plain"]]
-    print("        CPU ms   ratio  (range)       req/s   p50 ms   cores without requests")
+    print(
+        "          CPU ms   ratio  (range)       req/s   ratio  (range)     p50 ms   cores without requests"
+    )
     for name, row in table.items():
-        ratios = [cpu_ms / own for (cpu_ms, _, _), own in zip(found[name], base, strict=True)]
-        row["ratio"] = float(np.median(ratios))
-        print(
-            f"{name:<6}{row['cpu_ms']:>8.2f}{row['ratio']:>8.2f}  ({min(ratios):.2f}-{max(ratios):.2f})"
-            f"{row['per_s']:>10.0f}{row['p50_ms']:>9.1f}{row['idle']:>10.2f}"
-        )
+        text = f"{name:<8}"
+        for column, key in enumerate(("cpu_ms", "per_s")):
+            ratios = [
+                own[column] / base[column]
+                for own, base in zip(found[name], found["plain"], strict=True)
+            ]
+            row[f"{key}_ratio"] = float(np.median(ratios))
+            text += f"{row[key]:>8.{2 - column}f}{row[f'{key}_ratio']:>8.2f}  ({min(ratios):.2f}-{max(ratios):.2f})  "
+        print(f"{text}{row['p50_ms']:>9.1f}{row['idle']:>10.2f}")
     print(json.dumps(table))
     return None
 
