@@ -33,7 +33,9 @@ define run_tests
 endef
 # As in docs/how-to/ray.md.
 RAY := RAY_SERVE_ENABLE_HA_PROXY=1 RAY_SERVE_THROUGHPUT_OPTIMIZED=1 RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S=1 \
-    RAY_SERVE_HAPROXY_RETRY_ON="conn-failure empty-response" RAY_SERVE_HAPROXY_RETRIES=2 RAY_worker_niceness=0
+    RAY_SERVE_HAPROXY_RETRY_ON="conn-failure empty-response" RAY_SERVE_HAPROXY_RETRIES=2 \
+    RAY_SERVE_HAPROXY_METRICS_ENABLED=0 RAY_SERVE_CONTROL_LOOP_INTERVAL_S=1 \
+    RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S=20 RAY_worker_niceness=0
 PIP  := $(RUN) -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help

@@ -4,6 +4,8 @@
 """
 
 import importlib
+import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -60,6 +62,14 @@ def module(monkeypatch):
     monkeypatch.delitem(sys.modules, "quartet.ray_serve", raising=False)
     yield importlib.import_module("quartet.ray_serve")
     del sys.modules["quartet.ray_serve"]
+
+
+def test_variables():
+    """`make cluster` counts lost requests with the variables that the guide sets."""
+    guide, makefile = ((ROOT / name).read_text() for name in ("docs/how-to/ray.md", "Makefile"))
+    exported = " ".join(re.findall(r"^    export (.+)", guide, re.MULTILINE))
+    [own] = re.findall(r"^RAY := ((?:.*\\\n)*.*)", makefile, re.MULTILINE)
+    assert shlex.split(exported) == shlex.split(own.replace("\\\n", ""))
 
 
 def test_arguments(module):
