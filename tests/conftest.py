@@ -9,6 +9,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,10 +88,18 @@ class Traced:
 
 @pytest.fixture(scope="session", autouse=True)
 def _shared_traces(built_once: "BuiltOnce") -> Iterator[None]:
-    """Trace equal models once in a run, if a test module imports the tracer."""
+    """Trace equal models once in a run, and read torch's table of ONNX functions once in a process.
+
+    This needs a test module that imports the tracer. torch reads the table for each trace, which takes a sixth of it.
+    """
     with pytest.MonkeyPatch.context() as monkeypatch:
         if graphs := sys.modules.get("export.trace_graphs"):
+            from torch.onnx._internal.exporter._registration import ONNXRegistry
+
             monkeypatch.setattr(graphs, "_trace", share_traces(graphs._trace, built_once))
+            monkeypatch.setattr(
+                ONNXRegistry, "from_torchlib", staticmethod(cache(ONNXRegistry.from_torchlib))
+            )
         yield
 
 
