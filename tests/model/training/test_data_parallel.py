@@ -1,5 +1,6 @@
 """Several processes train as one does: with the same losses, and when one is lost the run can go on."""
 
+import json
 import os
 import re
 import signal
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(pretrain.__file__).parents[1]
 STEPS = 6
+FEW = {"batch_tokens": 16, "phases": [[1, 16]]}  # a sample in a step
 
 
 @pytest.fixture(scope="module")
@@ -72,37 +74,12 @@ def alone(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) ->
     return output
 
 
-@pytest.fixture(scope="module")
-def both(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output of a run in two processes, and `said.txt` with what they printed."""
-    output = tmp_path_factory.mktemp("both") / "run"
-    said = finish(start("-m", "model.pretrain", *options(output, settings)))
-    (output / "said.txt").write_text(said)
-    return output
-
-
-def test_two_are_as_one(alone, both):
-    """Two processes have the losses of one with the same batches, uneven shares and all."""
-    assert len(losses(both)) == STEPS
-    said = (both / "said.txt").read_text()
-    assert said.count(f"step {STEPS} of {STEPS}: held-out text: MLM loss") == 1
-    assert "2 x cpu" in said
-    assert losses(both) == pytest.approx(losses(alone), rel=2e-5)
-    for name, tensor in last(alone)["model"].items():
-        torch.testing.assert_close(last(both)["model"][name], tensor, rtol=0, atol=2e-4)
-
-
-def test_two_of_electra(settings, tmp_path):
-    """Each process draws the replaced tokens for itself, so that the losses are nearly those of one."""
-    own = {**settings, "family": "electra"}
-    run(tmp_path / "alone", own)
-    finish(start("-m", "model.pretrain", *options(tmp_path / "both", own)))
-    assert losses(tmp_path / "both") == pytest.approx(losses(tmp_path / "alone"), rel=0.02)
-
-
-MEET = """
-import os, torch
-from torch import nn
+# Starting two processes takes longer than training in them, so they do all that needs no other end.
+RUNS = """
+import json, os, sys, torch
+from functools import partial
+from torch import distributed, nn
+from model import pretrain
 from model.training.data_parallel import Ranks
 
 def threads():
@@ -116,14 +93,62 @@ with Ranks.join() as ranks:
     ranks.sum_gradients([*layer.parameters(), *unused.parameters()])
     among = threads()
 print(f"{layer.weight.grad.tolist()} {unused.weight.grad} {among > alone} {threads() == alone}.")
+
+join = distributed.init_process_group
+address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+own = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+for number, arguments in enumerate(json.loads(sys.argv[1])):
+    # The store keeps the addresses of the group before.
+    store = distributed.PrefixStore(str(number), distributed.TCPStore(*address, is_master=False))
+    distributed.init_process_group = partial(join, store=store, **own)
+    sys.argv = ["pretrain", *arguments]
+    pretrain.main()
 """
 
 
-def test_nothing_is_left_of_a_meeting(tmp_path):
+@pytest.fixture(scope="module")
+def folder(settings: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The outputs of runs in the same two processes, and `said.txt` with what they printed; the last run fails."""
+    folder = tmp_path_factory.mktemp("both")
+    (folder / "runs.py").write_text(RUNS)
+    electra, few = settings | {"family": "electra"}, settings | FEW
+    runs = {"bert": settings, "electra": electra, "few": few}
+    lists = [options(folder / name, given) for name, given in runs.items()]
+    said = finish(start(str(folder / "runs.py"), json.dumps(lists)), 1)
+    (folder / "said.txt").write_text(said)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def said(folder: Path) -> str:
+    return (folder / "said.txt").read_text()
+
+
+@pytest.fixture(scope="module")
+def both(folder: Path) -> Path:
+    """The output of a run in two processes."""
+    return folder / "bert"
+
+
+def test_two_are_as_one(alone, both, said):
+    """Two processes have the losses of one with the same batches, uneven shares and all."""
+    assert len(losses(both)) == STEPS
+    assert said.count(f"step {STEPS} of {STEPS}: held-out text: MLM loss") == 2  # of both families
+    assert "2 x cpu" in said
+    assert losses(both) == pytest.approx(losses(alone), rel=2e-5)
+    for name, tensor in last(alone)["model"].items():
+        torch.testing.assert_close(last(both)["model"][name], tensor, rtol=0, atol=2e-4)
+
+
+def test_two_of_electra(settings, folder, tmp_path):
+    """Each process draws the replaced tokens for itself, so that the losses are nearly those of one."""
+    run(tmp_path / "alone", {**settings, "family": "electra"})
+    assert losses(folder / "electra") == pytest.approx(losses(tmp_path / "alone"), rel=0.02)
+
+
+def test_nothing_is_left_of_a_meeting(said):
     """Gradients are added up, and the threads that did it are gone: one that outlives Python may abort it."""
-    script = tmp_path / "meet.py"
-    script.write_text(MEET)
-    assert finish(start(str(script))).count("[[2.0, 1.0]] None True True.") == 2
+    assert said.count("[[2.0, 1.0]] None True True.") == 2
 
 
 @pytest.mark.parametrize("bite", [48, 1])  # and never less than a sample
@@ -154,8 +179,6 @@ def test_one_is_killed_and_one_is_signaled(settings, both, tmp_path):
     assert losses(parts) == losses(both)
 
 
-def test_too_many(settings, tmp_path):
+def test_too_many(said):
     """Steps with fewer samples than there are processes are refused."""
-    few = {**settings, "batch_tokens": 16, "phases": [[1, 16]]}
-    said = finish(start("-m", "model.pretrain", *options(tmp_path / "run", few)), 1)
     assert "2 processes cannot share steps of 1 samples" in said
