@@ -7,7 +7,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from model import tokenizer
+from model import cloze_examples, tokenizer
+from model.report.page import Section
+from model.training import training_run
 
 NAMES = ["Ada", "Grace", "Emmy", "Sofya", "Mary", "Rosalind", "Chien-Shiung", "Lise"]
 VERBS = ["measured", "drew", "doubted", "repaired", "described", "forgot", "sold", "painted"]
@@ -32,6 +34,20 @@ def make_documents(count: int, seed: int = 0) -> list[list[str]]:
 def _one_thread() -> None:
     """Models this small are slowed by a second thread."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def pictures() -> None:
+    """Let the runs of a test draw their pictures."""
+
+
+@pytest.fixture(autouse=True)
+def _no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let other runs draw none, which takes longer than a few steps."""
+    if "pictures" not in request.fixturenames:
+        section = Section("attention", "Attention", "")
+        monkeypatch.setattr(cloze_examples, "attention", lambda *_: section)
+        monkeypatch.setattr(training_run, "draw_loss", lambda _, path: path.touch())
 
 
 @pytest.fixture(scope="session")

@@ -685,6 +685,7 @@ def test_the_recipe_is_followed(start, monkeypatch):
     assert norms == pytest.approx([0.01] * 4, rel=1e-3)
 
 
+@pytest.mark.usefixtures("pictures")
 def test_a_run_records_its_settings_and_results(start, tmp_path):
     """FinetuneSettings, metrics and a picture of the loss."""
     table = {**start.tables()["names"], "dev": start.data["names"]}

@@ -232,6 +232,7 @@ def test_text_is_held_out(tmp_path, arguments, corpus_file, capsys):
     assert 0 <= metrics["held_out"]["mlm_accuracy"] <= 1
 
 
+@pytest.mark.usefixtures("pictures")
 @pytest.mark.parametrize("family", ["bert", "electra", "roberta"])
 def test_report(tmp_path, arguments, family):
     """The page has curves, predictions for masked tokens over the steps, also before a pause, and attention."""

@@ -17,6 +17,8 @@ from model.training.run_record import OtherRunError
 from model.training.stop_signals import StoppedRun
 from model.training.training_run import TrainingRun, show_metrics
 
+pytestmark = pytest.mark.usefixtures("pictures")
+
 
 class Settings(RunSettings):
     output: str
