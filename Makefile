@@ -40,7 +40,7 @@ PIP  := $(RUN) -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve train setup test test-all nightly versions FORCE fuzz check chaos format docs audit clean
+.PHONY: help serve train setup test test-all ci nightly versions FORCE fuzz check chaos format docs audit clean
 .PHONY: client-environments clients cluster compat families real-models bench bench-revisions bench-fleet bench-peers bench-gpu tune
 
 help: ## List the targets
@@ -62,8 +62,11 @@ setup: $(VENV)/.test ## Install the requirements of training, export and tests
 test: check ## Run make check, then every test without a marker (some minutes; ARGS="-k ..." for some)
 	$(call run_tests,not slow and not exclusive and not nightly,the tests without a marker)
 
-test-all: client-environments ## Run the slow and the exclusive tests: with make test, all that CI runs (ARGS="-k ..." for some)
+test-all: client-environments ## Run the slow and the exclusive tests (ARGS="-k ..." for some)
 	$(call run_tests,(slow or exclusive) and not nightly,the slow and the exclusive tests)
+
+ci: check client-environments ## Run make test and make test-all as one run, which builds the models of the tests once
+	$(call run_tests,not nightly,all tests but the nightly ones)
 
 nightly: client-environments ## Run soaks, storms, overload and thousands of inputs, then make chaos, fuzz and versions (hours)
 	@echo "Running the nightly tests"

@@ -1,7 +1,7 @@
 """Several worker processes in one test run: they build large files once, and exclusive tests run alone.
 
-pytest-xdist starts the workers; `make test` and `make test-all` pass its options. Without workers, both mechanisms here
-are idle: every test runs alone, and a file is built for its only user.
+pytest-xdist starts the workers; `make test`, `make test-all` and `make ci` pass its options. Without workers, both
+mechanisms here are idle: every test runs alone, and a file is built for its only user.
 """
 
 import fcntl
