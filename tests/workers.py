@@ -85,12 +85,14 @@ def is_exclusive(item: pytest.Item) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Move exclusive tests to the end; a worker lists them for the main process, which collects no tests.
 
-    With workers, the files of most tests come first: a large file at the end would keep one worker busy alone.
+    With workers, files with a test that may take longer than the others, and then those of most tests, come first: a
+    large file at the end would keep one worker busy alone.
     """
     items.sort(key=is_exclusive)
     if folder := config.stash.get(FOLDER, None):
         tests = Counter(item.path for item in items)
-        items.sort(key=lambda item: (is_exclusive(item), -tests[item.path]))
+        long = {item.path for item in items if item.get_closest_marker("timeout")}
+        items.sort(key=lambda item: (is_exclusive(item), item.path not in long, -tests[item.path]))
         exclusive = [item.nodeid for item in items if is_exclusive(item)]
         (folder / EXCLUSIVE).write_text(json.dumps(exclusive), encoding="utf-8")
 
