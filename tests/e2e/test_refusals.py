@@ -26,6 +26,7 @@ from benchmarks.lib.servers import free_port
 from service.keys import make_key
 from tests import samples
 from tests.e2e.conftest import Server, queued, serving, until
+from tests.e2e.test_drain import half_sent
 from tests.e2e.test_keys import metrics
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -182,10 +183,9 @@ each_refusal = pytest.mark.parametrize("refusal", REFUSED)
 @pytest.fixture(scope="module")
 def full(tiny_bundle: Path) -> Iterator[Server]:
     """A server with a key and a queue that stands still, nearly full."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("QUARTET_API_KEY", KEY)
-        with serving(tiny_bundle, *LIMITS, *STILL) as server, waiting(server):
-            yield server
+    env = {**os.environ, "QUARTET_API_KEY": KEY}
+    with serving(tiny_bundle, *LIMITS, *STILL, env=env) as server, waiting(server):
+        yield server
 
 
 @contextmanager
@@ -212,13 +212,8 @@ def test_every_client_hears_the_status(full, client, refusal):
 @pytest.fixture(scope="module")
 def crowded(tiny_bundle: Path) -> Iterator[Server]:
     """A server whose only connection has a request in progress: its body is not complete."""
-    with (
-        serving(tiny_bundle, "--max-connections", "1", *STILL, "--body-timeout-s", "600") as server,
-        socket.create_connection(("127.0.0.1", server.port)) as busy,
-    ):
-        busy.sendall(b"POST /embed HTTP/1.1\r\nHost: quartet\r\n")
-        busy.sendall(b"Content-Type: application/json\r\nContent-Length: 9\r\n\r\n{")
-        until(lambda: server.get("/health/ready").status == 503)
+    options = ["--max-connections", "1", *STILL, "--body-timeout-s", "600"]
+    with serving(tiny_bundle, *options) as server, half_sent(server):
         yield server
 
 
