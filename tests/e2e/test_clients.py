@@ -2,12 +2,12 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -123,6 +123,14 @@ def unready_of(tasks_bundle: Path) -> Iterator[Callable[[Client], Server]]:
         yield lambda client: start(client.options)
 
 
+class Keyed(NamedTuple):
+    """A service that requires keys: `free` without a limit, and one of each client's use with 60 requests a minute."""
+
+    server: Server
+    free: str
+    slow: Mapping[tuple[str, str], str]
+
+
 @pytest.mark.parametrize(("client", "call"), cases("calls"))
 def test_answers(server_of, client, call):
     """A client gets the native API's answers."""
@@ -145,18 +153,39 @@ def error_of(use: KeyUse, server: Server, key: str, calls: int = 200) -> Excepti
     raise AssertionError("no request was refused")
 
 
+@pytest.fixture(scope="module")
+def keyed_of(
+    tasks_bundle: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[Client], Keyed]]:
+    """A function of a client: returns a service with the options of its records that requires keys."""
+    file, free = tmp_path_factory.mktemp("keys") / "keys.toml", make_key()
+    slow = {(client.name, use.name): make_key() for client in CLIENTS for use in client.key_uses}
+    limited = (
+        record(f"slow-{number}", key) + "requests_per_minute = 60\n"
+        for number, key in enumerate(slow.values())
+    )
+    file.write_text(record("free", free) + "".join(limited))
+    with ExitStack() as stack:
+
+        @cache
+        def start(options: tuple[str, ...]) -> Keyed:
+            server = stack.enter_context(serving(tasks_bundle, "--api-keys", file, *options))
+            return Keyed(server, free, slow)
+
+        yield lambda client: start(client.options)
+
+
 @pytest.mark.parametrize(("client", "use"), cases("key_uses"))
-def test_keys(tasks_bundle, tmp_path, client, use):
+def test_keys(keyed_of, client, use):
     """A client sends its key where the service reads it, and repeats a refused request after `Retry-After`."""
-    free, slow, keys = make_key(), make_key(), tmp_path / "keys.toml"
-    keys.write_text(record("free", free) + record("slow", slow) + "requests_per_minute = 60\n")
-    with serving(tasks_bundle, "--api-keys", keys, *client.options) as server:
-        expected = use.run(server, free, False)
-        assert is_class(error_of(use, server, "wrong"), use.unauthorized)
-        assert is_class(error_of(use, server, slow), use.limited)
-        if use.retries:
-            for _ in range(3):
-                assert equal(use.run(server, slow, True), expected)
+    server, free, slow = keyed_of(client)
+    key = slow[client.name, use.name]
+    expected = use.run(server, free, False)
+    assert is_class(error_of(use, server, "wrong"), use.unauthorized)
+    assert is_class(error_of(use, server, key), use.limited)
+    if use.retries:
+        for _ in range(3):
+            assert equal(use.run(server, key, True), expected)
 
 
 def unavailable_fault(ready: Server, unready: Server, use: KeyUse) -> str:
