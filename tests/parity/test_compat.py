@@ -1,6 +1,7 @@
 """Results equal transformers' pipeline results, but for docs/reference/compat.md: a small share of `make compat`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ def made_up() -> Inputs:
     return Inputs(found, list(zip(found, found[::-1], strict=True)), asked)
 
 
+@cache  # pytest sets up the fixture again for each group of its tests
 def real() -> Inputs:
     if not texts.DATA.is_dir():
         pytest.skip(f"{texts.DATA} (real texts) is not next to this checkout")
