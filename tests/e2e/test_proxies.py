@@ -270,14 +270,20 @@ def test_lines_come_as_they_are_computed(proxy):
     assert len(first + rest) < 1400  # bytes, which nginx would collect and send at once
 
 
-@pytest.mark.parametrize("kib", [0, 240, 5000])
-@pytest.mark.exclusive
-def test_a_client_that_leaves_ends_its_request(proxy, kib, limit_s):
-    """The proxy passes on that its client has left, and the texts are not computed."""
+@pytest.fixture(scope="module")
+def whole_s(proxy: Proxy) -> float:
+    """Processor time of the work when its client waits for the answer."""
     watch = Watch(proxy.server)
     before = watch.settle()
     assert 200 == proxy.post("/embed", WORK.encode()).status
-    whole_s = watch.settle() - before
+    return watch.settle() - before
+
+
+@pytest.mark.parametrize("kib", [0, 240, 5000])
+@pytest.mark.exclusive
+def test_a_client_that_leaves_ends_its_request(proxy, whole_s, kib, limit_s):
+    """The proxy passes on that its client has left, and the texts are not computed."""
+    watch = Watch(proxy.server)
     before, seen = watch.settle(), watch.abandoned()
     with closing(proxy.connect()) as client:
         client.request("POST", "/embed", body_of(kib), HEADERS)
