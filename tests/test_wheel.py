@@ -74,8 +74,11 @@ def test_the_wheel_has_the_name_and_version_of_the_project(wheel):
     assert "quartet-serving" == PROJECT["name"]
 
 
-@pytest.mark.parametrize("workers", ["0", "1"])
-@pytest.mark.parametrize("shadowed", [False, True], ids=["empty folder", "folder with own modules"])
+@pytest.mark.parametrize(
+    ("workers", "shadowed"),
+    [("0", False), ("1", True)],
+    ids=["empty folder", "folder with own modules"],
+)
 def test_the_service_runs_from_the_wheel(commands, tmp_path, workers, shadowed):
     """`quartet-serve` serves the default bundle, also next to modules of a user with the names of ours."""
     if shadowed:

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.e2e
 DROPPED_S = 0.1  # after a client has left, its request is dropped
 HEADERS = {"Content-Type": "application/json"}
 WORK = json.dumps({"inputs": [samples.text(50, seed=n) for n in range(400)], "dimensions": 2})
-KIB = (0, 170, 200, 220, 240, 300, 400, 600, 1500, 5000)
+SOME_KIB = (0, 220, 300, 5000)  # below, around and above the buffers of a connection
+FURTHER_KIB = (170, 200, 240, 400, 600, 1500)
+KIB = (*SOME_KIB, *(pytest.param(kib, marks=pytest.mark.nightly) for kib in FURTHER_KIB))
 
 
 def body_of(kib: int) -> bytes:
