@@ -66,7 +66,6 @@ def test_a_text_that_hangs_in_one_process(tiny_bundle, tmp_path):
 
 
 @pytest.mark.promise("A model that can no longer compute is detected without a request.")
-@pytest.mark.exclusive
 def test_a_session_that_can_compute_nothing_is_noticed(tiny_bundle, tmp_path, limit_s):
     """Without a single request: readiness says no within a second or so, and the process is replaced."""
     path = faulty.with_fault(tiny_bundle, tmp_path / "greedy", faulty.greed)
@@ -82,7 +81,6 @@ def test_a_session_that_can_compute_nothing_is_noticed(tiny_bundle, tmp_path, li
         until(lambda: 3 == sum("the canary failed" in line for line in server.log))
 
 
-@pytest.mark.exclusive
 def test_a_session_that_can_compute_nothing_is_noticed_under_load(tiny_bundle, tmp_path):
     """Requests that fail do not pass for work, and a single process ends with a status that says so."""
     path = faulty.with_fault(tiny_bundle, tmp_path / "greedy", faulty.greed)

@@ -20,7 +20,6 @@ from tests.e2e.test_models import Desk, desk
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slow,
-    pytest.mark.exclusive,
     pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two groups need two cores"),
 ]
 

@@ -165,7 +165,6 @@ def test_a_stopped_http_process_is_replaced(tiny_bundle):
         assert [inference] == children(server)["inference"]
 
 
-@pytest.mark.exclusive
 def test_time_of_a_suspended_machine_does_not_count(tiny_bundle):
     """When all stood still, and the children wake up after the main process, none is killed."""
     with serving(tiny_bundle, "--hang-s", "5") as server:
