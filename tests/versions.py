@@ -48,6 +48,13 @@ def change_a_byte(folder: Path) -> None:
     (folder / "weights.bin").write_bytes(data)
 
 
+def change_the_goldens(folder: Path) -> None:
+    golden = bundle.load(folder).golden
+    golden.outputs["sentiment"][0] += 1
+    save_golden(folder / "golden.npz", golden)
+    restate_goldens(folder)
+
+
 def move_weights(source: Path, target: Path, seed: int) -> None:
     weights = np.fromfile(source, np.float32)
     noise = np.random.default_rng(seed).normal(1, 0.05, weights.shape)
@@ -61,6 +68,10 @@ def answer_goldens(folder: Path) -> None:
     outputs = session._recompute(own.golden)
     golden = Golden(own.golden.input_ids, own.golden.token_type_ids, own.golden.lengths, outputs)
     save_golden(folder / "golden.npz", golden)
+    restate_goldens(folder)
+
+
+def restate_goldens(folder: Path) -> None:
     told = read_manifest(folder)["goldens"] | bundle.describe_file(folder / "golden.npz")
     restate(folder, goldens=told)
 

@@ -1,5 +1,6 @@
 """Real processes: `python -m service` on a free port, and a client that returns status, headers and body."""
 
+import http.client
 import json
 import os
 import re
@@ -11,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,22 @@ def children(server: Server) -> dict[str, list[int]]:
                 role = arguments[arguments.index(b"service.processes.child_main") + 1].decode()
                 found[role].append(int(entry.name))
     return found
+
+
+def readiness(server: Server) -> int | None:
+    """The status of /health/ready; None when no process listens."""
+    with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)) as client:
+        try:
+            client.request("GET", "/health/ready")
+            return client.getresponse().status
+        except (ConnectionError, http.client.BadStatusLine):
+            return None
+
+
+def processor_s(pid: int) -> float:
+    """Seconds of processor time that a process has taken."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def until(condition: Any, timeout_s: float = LIVENESS_S) -> None:

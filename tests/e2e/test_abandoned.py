@@ -2,17 +2,15 @@
 
 import http.client
 import json
-import os
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
 from tests import samples
-from tests.e2e.conftest import Server, children, queued, until
+from tests.e2e.conftest import Server, children, processor_s, queued, until
 
 pytestmark = pytest.mark.e2e
 
@@ -38,8 +36,7 @@ class Watch:
     def processor_s(self) -> float:
         """Seconds of processor time that the inference process has taken."""
         (inference,) = children(self.server)["inference"]
-        fields = Path(f"/proc/{inference}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return processor_s(inference)
 
     def abandoned(self) -> int:
         """Requests whose client has left, in the log so far."""

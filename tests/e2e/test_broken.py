@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests import faulty, samples
-from tests.e2e.conftest import Server, serving, until
-from tests.e2e.test_processes import children, readiness
+from tests.e2e.conftest import Server, children, readiness, serving, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

@@ -14,7 +14,7 @@ import pytest
 
 from service.__main__ import main
 from tests import samples
-from tests.e2e.conftest import children, until
+from tests.e2e.conftest import children, processor_s, until
 from tests.e2e.test_models import Desk, desk
 
 pytestmark = [
@@ -66,11 +66,6 @@ def kill(at: Desk, device: int) -> None:
 
 def until_both_compute(at: Desk) -> None:
     until(lambda: len(ready(at)) == len(computing(at)) == 2, 60)
-
-
-def processor_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def windows(at: Desk) -> float:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.e2e.calls import Call, embed_calls, same_answer
-from tests.e2e.conftest import Server, children, serving, until
+from tests.e2e.conftest import Server, children, readiness, serving, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -41,18 +41,6 @@ def half_sent(server: Server, call: Call = CALLS[0]) -> Iterator[socket.socket]:
 
 def body_of(call: Call) -> bytes:
     return json.dumps(call[1]).encode()
-
-
-def readiness(server: Server) -> int | None:
-    """The status of /health/ready; None when no process listens."""
-    client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
-    try:
-        client.request("GET", "/health/ready")
-        return client.getresponse().status
-    except (ConnectionError, http.client.BadStatusLine):
-        return None
-    finally:
-        client.close()
 
 
 def begin_drain(server: Server) -> None:

@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from service.core import bundle
-from service.core.goldens import save_golden
 from tests import samples
 from tests.e2e.calls import embed_calls, same_answer
 from tests.e2e.conftest import SLOWLY, queued, serving, start, until
-from tests.json_files import editing
+from tests.versions import change_a_byte, change_the_goldens
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -74,9 +72,7 @@ def refused(*arguments: str | Path) -> tuple[int, str]:
 def test_a_changed_byte_is_found(tiny_bundle, tmp_path):
     """Weights with another hash than in the manifest are not served."""
     copy = shutil.copytree(tiny_bundle, tmp_path / "copy")
-    data = bytearray((copy / "weights.bin").read_bytes())
-    data[len(data) // 2] ^= 1
-    (copy / "weights.bin").write_bytes(data)
+    change_a_byte(copy)
 
     code, said = refused(copy)
     assert code != 0
@@ -88,11 +84,7 @@ def test_a_changed_byte_is_found(tiny_bundle, tmp_path):
 def test_goldens_that_disagree_are_found(tiny_bundle, tmp_path):
     """Other weights with right hashes are not served: what they answer is not what PyTorch answered."""
     copy = shutil.copytree(tiny_bundle, tmp_path / "copy")
-    golden = bundle.load(copy).golden
-    golden.outputs["sentiment"][0] += 1
-    save_golden(copy / "golden.npz", golden)
-    with editing(copy / "manifest.json") as manifest:
-        manifest["goldens"] |= bundle.describe_file(copy / "golden.npz")
+    change_the_goldens(copy)
 
     code, said = refused(copy)
     assert code != 0

@@ -18,14 +18,19 @@ from typing import Any
 import pytest
 
 from service.core import bundle
-from service.core.goldens import save_golden
 from service.keys import make_key, record
 from tests.e2e.calls import calls, embed_calls, same_answer
 from tests.e2e.clients import lone_answers
-from tests.e2e.conftest import Reply, Server, serving, start, until
-from tests.e2e.test_processes import children, readiness
+from tests.e2e.conftest import Reply, Server, children, readiness, serving, start, until
 from tests.stores import lengthen, serve_folder
-from tests.versions import answer_goldens, change_a_byte, read_manifest, restate, save_version
+from tests.versions import (
+    answer_goldens,
+    change_a_byte,
+    change_the_goldens,
+    read_manifest,
+    restate,
+    save_version,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -238,14 +243,6 @@ def test_versions_can_be_pinned(at):
     reply = at.ask("tiny@pin-1")
     assert (404, "unknown_model") == (reply.status, reply.json()["error"]["code"])
     assert "served here: tiny@pin-3, tiny@pin-2" in reply.json()["error"]["message"]
-
-
-def change_the_goldens(folder: Path) -> None:
-    golden = bundle.load(folder).golden
-    golden.outputs["sentiment"][0] += 1
-    save_golden(folder / "golden.npz", golden)
-    goldens = read_manifest(folder)["goldens"] | bundle.describe_file(folder / "golden.npz")
-    restate(folder, goldens=goldens)
 
 
 def break_the_tokenizer(folder: Path) -> None:

@@ -1,6 +1,5 @@
 """HTTP and inference in separate processes: a process that dies is replaced, and all end together."""
 
-import http.client
 import os
 import re
 import shutil
@@ -22,16 +21,13 @@ from tests.e2e.conftest import (
     children,
     kill_inference,
     queued,
+    readiness,
     serving,
     start,
     until,
 )
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
-
-
-def readiness(server: Server) -> int:
-    return server.get("/health/ready").status
 
 
 def alive(pid: int) -> bool:
@@ -293,17 +289,6 @@ def test_a_flood_of_connections(tiny_bundle):
         assert server.answer("/embed", {"inputs": "Ada drew a comet."})
 
 
-def get_ready(port: int) -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-    try:
-        connection.request("GET", "/health/ready")
-        return connection.getresponse().status
-    except OSError:
-        return 0
-    finally:
-        connection.close()
-
-
 @pytest.mark.parametrize(
     ("workers", "closed"),
     [("1", "0<&-"), ("1", "1>&-"), ("1", "2>&-"), ("1", "0<&- 1>&- 2>&-"), ("0", "0<&- 1>&- 2>&-")],
@@ -315,9 +300,10 @@ def test_a_start_without_standard_descriptors(tiny_bundle, closed, workers):
     shell = ["sh", "-c", f'exec "$@" {closed}', "sh"]
     arguments = (tiny_bundle, "--port", str(port), "--http-workers", workers)
     process = start(*arguments, under=shell)
+    server = Server(process, f"http://127.0.0.1:{port}")
     assert process.stderr is not None
     try:
-        until(lambda: get_ready(port) == 200, 60)
+        until(lambda: readiness(server) == 200, 60)
         process.send_signal(signal.SIGTERM)
         assert 0 == process.wait(60)
     finally:

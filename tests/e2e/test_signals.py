@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from service.processes import process_signals
-from tests.e2e.conftest import Server, children, read_log, serving, start, until
-from tests.e2e.test_drain import CALLS, HALF, body_of, half_sent, readiness
+from tests.e2e.conftest import Server, children, read_log, readiness, serving, start, until
+from tests.e2e.test_drain import CALLS, HALF, body_of, half_sent
 from tests.e2e.test_processes import alive
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
