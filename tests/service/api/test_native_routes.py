@@ -1,8 +1,6 @@
 import asyncio
 import base64
 import time
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import httpx
@@ -26,7 +24,6 @@ from service.tasks.zero_shot import ZeroShot
 from tests.service.fakes import VECTOR, VECTORS, WEIGHTS, FakeEngine
 
 Client = httpx.AsyncClient
-ClientWith = Callable[..., AbstractAsyncContextManager[Client]]
 
 QUESTION = {"question": "When does it open?", "context": "At six."}
 BODIES: dict[str, Any] = {
