@@ -182,6 +182,10 @@ def test_keys(keyed_of, client, use):
     key = slow[client.name, use.name]
     expected = use.run(server, free, False)
     assert is_class(error_of(use, server, "wrong"), use.unauthorized)
+    authorized = {"Authorization": f"Bearer {key}"}
+    body = {"inputs": "Ada drew a comet."}
+    statuses = (server.post("/native/embed", body, authorized).status for _ in range(200))
+    assert 429 in statuses  # sooner than by the client's own requests
     assert is_class(error_of(use, server, key), use.limited)
     if use.retries:
         for _ in range(3):
