@@ -165,7 +165,7 @@ def is_json(text: str) -> bool:
 def parse_json(where: str, text: str) -> dict[str, Any]:
     """Return a JSON object. Raises DataError naming the place."""
     try:
-        document = json.loads(text, object_pairs_hook=_object)
+        document = DECODER.decode(text)
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: column {error.colno}: not JSON: {error.msg}") from None
     except ValueError as error:
@@ -183,3 +183,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"two fields are called {twice!r}: rename one of them")
     return document
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_object)  # json.loads would make one for each row
