@@ -12,6 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+import numpy as np
+import orjson
+
 from service.bulk.input_files import arrow_errors
 from service.bulk.rows import Outcome, Row
 from service.core.addresses import address
@@ -168,8 +171,15 @@ def write_object(file: TextIO, added: Sequence[str], row: Row, outcome: Outcome)
     columns = enumerate(zip(row.names, row.values, strict=True), start=1)
     fields = {name or f"column_{n}": value for n, (name, value) in columns if name or value}
     found = zip(added, outcome if outcome.error else outcome[:1], strict=False)
-    line = json.dumps({**fields, **dict(found)}, ensure_ascii=False, default=str)
+    line = json.dumps({**fields, **dict(found)}, ensure_ascii=False, default=plain)
     file.write(line + "\n")
+
+
+def plain(value: Any) -> Any:
+    """Return a vector as numbers with the digits of float32, and any other value as text."""
+    if isinstance(value, np.ndarray):
+        return orjson.loads(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY))
+    return str(value)
 
 
 def write_cells(
@@ -210,10 +220,8 @@ def write_table(
 
 
 def result_arrays(pa: Any, outcomes: Sequence[Outcome]) -> tuple[Any, Any]:
-    """Return the columns of results, vectors as float32, and of errors."""
+    """Return the columns of results and of errors."""
     results = arrow_column(pa, [outcome.result for outcome in outcomes])
-    if results.type == pa.list_(pa.float64()):
-        results = results.cast(pa.list_(pa.float32()))
     return results, pa.array([outcome.error or None for outcome in outcomes], pa.string())
 
 
