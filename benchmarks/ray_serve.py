@@ -27,7 +27,7 @@ SETTLE_S = 1.0  # after a server was stopped
 
 
 def main() -> None:
-    """Measure, and print a table and a JSON line; with --port, serve instead."""
+    """Measure, and print a table; with --port, serve instead."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--precision", default="int8")
@@ -39,7 +39,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     own = parser.parse_args()
     if own.port:
-        return serve_on_ray(own.bundle.resolve(), own.precision, own.port)
+        serve_on_ray(own.bundle.resolve(), own.precision, own.port)
+        return
     bundle = str(own.bundle.resolve())
     texts = traffic.texts(traffic.MIXES["news"])
     inputs = [texts[i : i + own.texts] for i in range(0, len(texts) - own.texts + 1, own.texts)]
@@ -76,28 +77,15 @@ def main() -> None:
                     found[name].append(figures)
         for (pid, _), _ in contenders.values():
             processes.wake(pid)
-    table = {
-        name: dict(
-            zip(("cpu_ms", "per_s", "p50_ms"), np.median(rounds, axis=0).tolist(), strict=True)
-        )
-        | {"idle": idle[name]}
-        for name, rounds in found.items()
-    }
     print(
-        "          CPU ms   ratio  (range)       req/s   ratio  (range)     p50 ms   cores without requests"
+        "          CPU ms   ratio  (range)      req/s   ratio  (range)     p50 ms   cores without requests"
     )
-    for name, row in table.items():
-        text = f"{name:<8}"
-        for column, key in enumerate(("cpu_ms", "per_s")):
-            ratios = [
-                own[column] / base[column]
-                for own, base in zip(found[name], found["plain"], strict=True)
-            ]
-            row[f"{key}_ratio"] = float(np.median(ratios))
-            text += f"{row[key]:>8.{2 - column}f}{row[f'{key}_ratio']:>8.2f}  ({min(ratios):.2f}-{max(ratios):.2f})  "
-        print(f"{text}{row['p50_ms']:>9.1f}{row['idle']:>10.2f}")
-    print(json.dumps(table))
-    return None
+    plain_rounds = np.array(found["plain"])
+    for name, rounds in found.items():
+        ratios = (np.array(rounds) / plain_rounds).T
+        cpu_ms, per_s, p50_ms = np.median(rounds, axis=0)
+        cpu, rate = [f"{np.median(r):>8.2f}  ({r.min():.2f}-{r.max():.2f})" for r in ratios[:2]]
+        print(f"{name:<8}{cpu_ms:>8.2f}{cpu}{per_s:>9.0f}{rate}{p50_ms:>9.1f}{idle[name]:>10.2f}")
 
 
 def spent_s(pid: int, seconds: float) -> float:
