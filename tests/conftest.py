@@ -5,6 +5,7 @@ Torch is imported where a model is made and not before: most tests of the servic
 
 import gc
 import hashlib
+import logging
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 
 from tests import samples
@@ -130,6 +132,19 @@ def hash_module(module: Any) -> str:
         digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
         digest.update(tensor.detach().contiguous().numpy().tobytes())
     return digest.hexdigest()
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """Undo a test's configuration of logging, whose stream is closed after the test."""
+    root, uvicorn = logging.getLogger(), logging.getLogger("uvicorn.error")
+    handlers, level, filters = root.handlers[:], root.level, uvicorn.filters[:]
+    config = structlog.get_config() if structlog.is_configured() else None
+    yield
+    structlog.reset_defaults() if config is None else structlog.configure(**config)
+    root.handlers[:], uvicorn.filters[:] = handlers, filters
+    root.setLevel(level)
+    uvicorn.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")

@@ -1,12 +1,10 @@
 import asyncio
-import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 
 import httpx
 import pytest
-import structlog
 import uvloop
 from fastapi import FastAPI
 from structlog.testing import capture_logs
@@ -45,19 +43,6 @@ def lines() -> Iterator[list[EventDict]]:
     """What is logged."""
     with capture_logs(processors=[add_names]) as lines:
         yield lines
-
-
-@pytest.fixture
-def logging_as_it_was() -> Iterator[None]:
-    """Leave the process's logging alone."""
-    root, uvicorn = logging.getLogger(), logging.getLogger("uvicorn.error")
-    handlers, level, filters = root.handlers[:], root.level, uvicorn.filters[:]
-    config = structlog.get_config()
-    yield
-    structlog.configure(**config)
-    root.handlers[:], uvicorn.filters[:] = handlers, filters
-    root.setLevel(level)
-    uvicorn.setLevel(logging.NOTSET)
 
 
 @pytest.fixture

@@ -33,7 +33,6 @@ REQUEST = (
 )
 
 
-@pytest.mark.usefixtures("logging_as_it_was")
 def test_flags_are_settings(capsys):
     """Arguments are bundles, and flags what they say."""
     main(["bundles/a", "bundles/b", "--port", "3", "--spin", "true", "--check-config"])
@@ -43,7 +42,6 @@ def test_flags_are_settings(capsys):
     assert re.search(r"^spin +true +--spin$", said, re.M)
 
 
-@pytest.mark.usefixtures("logging_as_it_was")
 @pytest.mark.parametrize(
     ("flags", "gpu", "limit_mib", "workers"),
     [

@@ -19,8 +19,6 @@ from service.core.data_files.columns import Needs
 from tests import samples
 from tests.served import app_of, living
 
-pytestmark = pytest.mark.usefixtures("logging_as_it_was")
-
 TEXTS = [samples.text(1 + number % 30, seed=number) for number in range(150)]
 
 

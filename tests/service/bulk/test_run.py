@@ -28,8 +28,6 @@ from service.core.remote_files import files_at
 from tests import samples
 from tests.stores import BUCKET, serve_folder, serve_s3, upload
 
-pytestmark = pytest.mark.usefixtures("logging_as_it_was")
-
 TEXTS = [samples.text(1 + number * 7 % 40, seed=number) for number in range(60)]
 
 

@@ -11,8 +11,6 @@ import structlog
 from service.observability import logs
 from service.observability.metrics import Metrics
 
-pytestmark = pytest.mark.usefixtures("logging_as_it_was")
-
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
