@@ -7,9 +7,10 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from quartet.bench import TEXT, quantile, serving, timed
 from quartet.cache import SourceError, resolve
@@ -21,7 +22,7 @@ from service.settings_sources import ConfigError, find_bundles
 
 MOST = 1000  # replicas
 REPEATS = 3  # measurements of a shape, of which the fastest counts
-OUTSIDE_S = 2.0  # for a measurement of requests
+ALONE_S = 5.0  # for requests without others
 
 
 class PlanError(ValueError):
@@ -157,7 +158,10 @@ def find_replica(name: str | None, precision: str, cost: Path | None) -> Replica
 
 
 def measure(folder: Path, precision: str) -> Replica:
-    """Measure batches on all slots at once, as under load, and a request's time outside the model."""
+    """Measure batches on all slots at once, as under load, and requests to the service.
+
+    In the service, batches take longer than outside, because other processes share cores and caches with them.
+    """
     from service.core.bundle import load
     from service.core.session import usable_kinds
     from service.engines.local_device import LocalDevice
@@ -185,15 +189,14 @@ def measure(folder: Path, precision: str) -> Replica:
     del opened, device
     head = next(iter(bundle.manifest.heads.values()))
     with serving(folder, "--precision", precision) as (port, _):
-        request_s, hop_s = measure_outside(port, head, costs, 0.0)
-        idle_s = sum(measure_outside(port, head, costs, PAUSE_S))
+        ready, idle = measure_alone(port, head, costs)
     return Replica(
         model=f"{bundle.manifest.id} {runner.runs_on.precision}",
-        costs=costs,
+        costs={width: scale(cost, ready.slowdown) for width, cost in costs.items()},
         slots=slots.number,
-        request_s=request_s,
-        hop_s=hop_s,
-        wake_s=max(idle_s - request_s - hop_s, 0.0),
+        request_s=ready.http_s,
+        hop_s=ready.hop_s,
+        wake_s=max(idle.total_s - ready.total_s, 0.0),
         tokens=settings.batch_tokens(kind),
         size=settings.batch_size(kind),
         max_length=longest,
@@ -201,17 +204,46 @@ def measure(folder: Path, precision: str) -> Replica:
     )
 
 
-def measure_outside(
-    port: int, head: Head, costs: Mapping[int, Cost], pause_s: float
-) -> tuple[float, float]:
-    """Return the median seconds of a request, after a pause: in the HTTP process, and elsewhere outside its batch."""
-    http_s, elsewhere_s = [], []
-    for took, headers in timed(port, head, itertools.repeat(TEXT), time.perf_counter() + OUTSIDE_S):
+class Alone(NamedTuple):
+    """The median times of a request without others, in seconds.
+
+    http_s: in the HTTP process
+    hop_s: outside this process and the batch
+    slowdown: of the batch, relative to its cost outside the service
+    total_s: from sending to the response
+    """
+
+    http_s: float
+    hop_s: float
+    slowdown: float
+    total_s: float
+
+
+def measure_alone(port: int, head: Head, costs: Mapping[int, Cost]) -> tuple[Alone, Alone]:
+    """Send requests one after the other, every second one after a pause; return the times without and with a pause."""
+    found: list[Alone] = []
+    for took, headers in timed(port, head, itertools.repeat(TEXT), time.perf_counter() + ALONE_S):
         tokens = int(headers["X-Quartet-Batch"].rpartition("=")[2])
-        batch_s = min(cost.seconds(tokens, 1, tokens) for cost in costs.values())
+        expected_s = min(cost.seconds(tokens, 1, tokens) for cost in costs.values())
         parts = (part.split(";dur=") for part in headers["Server-Timing"].split(", "))
-        ms = {name: float(value) for name, value in parts}
-        http_s.append((ms["total"] - ms["queue"] - ms["inference"] - ms["return"]) / 1000)
-        elsewhere_s.append(took - batch_s - http_s[-1])
-        time.sleep(pause_s)
-    return max(quantile(http_s, 0.5), 0.0), max(quantile(elsewhere_s, 0.5), 0.0)
+        part_s = {name: float(value) / 1000 for name, value in parts}
+        batch_s = part_s["inference"]
+        http_s = part_s["total"] - part_s["queue"] - batch_s - part_s["return"]
+        found.append(Alone(http_s, took - http_s - batch_s, batch_s / expected_s, took))
+        time.sleep(PAUSE_S * (len(found) % 2))
+    return medians(found[::2]), medians(found[1::2])
+
+
+def medians(found: Sequence[Alone]) -> Alone:
+    return Alone(*(max(quantile(times, 0.5), 0.0) for times in zip(*found, strict=True)))
+
+
+def scale(cost: Cost, factor: float) -> Cost:
+    """Return the cost of batches that take `factor` times as long."""
+    return replace(
+        cost,
+        per_run=factor * cost.per_run,
+        per_token=factor * cost.per_token,
+        per_slot=factor * cost.per_slot,
+        per_mask=factor * cost.per_mask,
+    )

@@ -66,6 +66,12 @@ def test_long_texts_are_truncated():
     assert [1.0] == pytest.approx([*Simulation(per_token, 0.1).latencies([Arrival(0.0, 500)])])
 
 
+def test_a_cost_is_scaled():
+    """In all its terms, so that a batch of any shape takes as many times as long."""
+    cost = Cost(1.0, 2.0, 3.0, 4.0, padded=True)
+    assert 2 * cost.seconds(5, 2, 4, 1) == plan.scale(cost, 2).seconds(5, 2, 4, 1)
+
+
 def test_the_search_finds_the_least_number():
     for least in (1, 2, 3, 37, 1000):
         assert least == search(lambda n, goal=least: Predicted(n, 0.0, 1e3 * (n < goal), 0.0), 5)
