@@ -49,8 +49,8 @@ class Predictor:
         self._options = {"head": name, "on_error": "null", **(options or {})}
         # Reading decimals would take more time than a small model.
         floats = self.task == "embedding" and all(
-            self._options.get(name, "float") == "float"
-            for name in ("encoding_format", "output_dtype")
+            self._options.get(option, "float") == "float"
+            for option in ("encoding_format", "output_dtype")
         )
         self._encoding = {"encoding_format": "base64"} if floats else {}
         fields = tuple(ROUTES[self.task][1])
