@@ -70,7 +70,7 @@ def essence(answer: Sequence[Any]) -> object:
         case [[TokenScore(), *_], *_]:
             return [tokens[0].token for tokens in answer]  # of each mask token
         case _:
-            return [tuple(one._replace(score=0.0)) for one in answer]
+            return [_without_score(one) for one in answer]
 
 
 def distance(one: Any, other: Any) -> float:
@@ -174,7 +174,13 @@ def _named_scores(result: Sequence[Any]) -> Iterator[tuple[str, float]]:
         if isinstance(one, list):
             yield from _named_scores(one)
         else:
-            yield str(one._replace(score=0.0)), one.score
+            yield repr(_without_score(one)), one.score
+
+
+def _without_score(one: Any) -> tuple[Any, ...]:
+    """Return a span or a token with the score 0. `_replace` takes five times as long."""
+    place = one._fields.index("score")
+    return *one[:place], 0.0, *one[place + 1 :]
 
 
 def dense(vector: SparseVector, ids: NDArray[np.int64]) -> NDArray[np.float64]:
