@@ -23,7 +23,7 @@ from benchmarks.lib.servers import running_module
 from service.settings import usable_cores
 
 IDLE_S = 5.0
-SETTLE_S = 1.0  # after a server was stopped
+SETTLE_S = 1.0  # after a server was stopped, and after its last request
 
 
 def main() -> None:
@@ -71,6 +71,7 @@ def main() -> None:
                 before = processes.cpu_s(pid)
                 load = uvloop.run(closed_loop(port, requests, own.connections, own.seconds))
                 cpu_s = (processes.cpu_s(pid) - before) * load.seconds / load.lasted
+                time.sleep(SETTLE_S)  # a batch that runs while the server is stopped is slow for it
                 processes.rest(pid)
                 if number:  # the first round is slower
                     figures = 1000 * cpu_s / load.requests, load.rate, load.percentile(50)
