@@ -10,6 +10,7 @@ import pytest
 from quartet import plan, simulation
 from quartet.plan import PlanError, read_requests, search
 from quartet.simulation import Arrival, Predicted, Replica, Simulation, predict
+from service.core.manifest import Head
 from service.scheduling.cost_model import Cost
 
 SECOND = Replica(
@@ -70,6 +71,17 @@ def test_a_cost_is_scaled():
     """In all its terms, so that a batch of any shape takes as many times as long."""
     cost = Cost(1.0, 2.0, 3.0, 4.0, padded=True)
     assert 2 * cost.seconds(5, 2, 4, 1) == plan.scale(cost, 2).seconds(5, 2, 4, 1)
+
+
+def test_a_slow_model_may_answer_once(monkeypatch):
+    """Its request without a pause then counts as the one after a pause."""
+    parts = {"total": 7000, "queue": 1, "inference": 6000, "return": 1}
+    timing = ", ".join(f"{name};dur={ms}" for name, ms in parts.items())
+    headers = {"X-Quartet-Batch": "size=1;tokens=8", "Server-Timing": timing}
+    monkeypatch.setattr(plan, "timed", lambda *_: iter([(7.0, headers)]))
+    ready, idle = plan.measure_alone(0, Head(task="qa"), SECOND.costs)
+    assert (7.0, 6.0) == (idle.total_s, idle.slowdown)
+    assert ready == idle
 
 
 def test_the_search_finds_the_least_number():
