@@ -5,12 +5,14 @@
 One replica with all cores (`one`) and a replica for each core (`each`) run in one local cluster of Ray. `plain` is the
 service by itself, and `devices` the service with a device for each core, whose batches are as small as those of `each`.
 The loads take turns, so that other work on the machine slows all of them, and the servers without load are stopped.
-Ray's processes also work without requests: that time is stated, and it counts.
+Ray's processes also work without requests: that time is stated, and it counts. So do the replicas of the other
+application, unless `--applications` leaves it out.
 """
 
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,7 @@ from benchmarks.lib.load_generator import closed_loop, request_bytes
 from benchmarks.lib.servers import running_module
 from service.settings import usable_cores
 
+APPLICATIONS = ("one", "each")
 IDLE_S = 5.0
 SETTLE_S = 1.0  # after a server was stopped, and after its last request
 
@@ -36,24 +39,26 @@ def main() -> None:
     parser.add_argument("--connections", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--applications", nargs="+", default=APPLICATIONS, choices=APPLICATIONS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     own = parser.parse_args()
     if own.port:
-        serve_on_ray(own.bundle.resolve(), own.precision, own.port)
+        serve_on_ray(own.bundle.resolve(), own.precision, own.port, own.applications)
         return
     bundle = str(own.bundle.resolve())
     texts = traffic.texts(traffic.MIXES["news"])
     inputs = [texts[i : i + own.texts] for i in range(0, len(texts) - own.texts + 1, own.texts)]
     plain = ["service", bundle, "--precision", own.precision, "--log-level", "error"]
     ray = ["benchmarks.ray_serve", bundle, "--precision", own.precision]
+    ray += ["--applications", *own.applications]
     devices = f"cpu*{usable_cores()}"
     with (
         running_module(*plain) as first,
         running_module(*plain, "--devices", devices) as second,
-        running_module(*ray, ready="/each/health/ready") as third,
+        running_module(*ray, ready=f"/{own.applications[-1]}/health/ready") as third,
     ):
         contenders = {"plain": (first, ""), "devices": (second, "")}
-        contenders |= {"one": (third, "/one"), "each": (third, "/each")}
+        contenders |= {name: (third, f"/{name}") for name in own.applications}
         idle = {
             name: spent_s(server[0], IDLE_S) / IDLE_S for name, (server, _) in contenders.items()
         }
@@ -96,8 +101,8 @@ def spent_s(pid: int, seconds: float) -> float:
     return processes.cpu_s(pid) - before
 
 
-def serve_on_ray(bundle: Path, precision: str, port: int) -> None:
-    """Serve the applications `one` and `each` on a local cluster, until the process ends."""
+def serve_on_ray(bundle: Path, precision: str, port: int, applications: Sequence[str]) -> None:
+    """Serve applications on a local cluster, until the process ends."""
     import ray
     from ray import serve
 
@@ -112,7 +117,8 @@ def serve_on_ray(bundle: Path, precision: str, port: int) -> None:
         log_to_driver=False,
     )
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-    for name, cpus in (("one", cores), ("each", 1)):
+    for name in applications:
+        cpus = cores if name == "one" else 1
         replicas = cores // cpus
         options = Options(
             bundles=(str(bundle),),
