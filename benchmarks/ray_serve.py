@@ -49,8 +49,7 @@ def main() -> None:
     texts = traffic.texts(traffic.MIXES["news"])
     inputs = [texts[i : i + own.texts] for i in range(0, len(texts) - own.texts + 1, own.texts)]
     plain = ["service", bundle, "--precision", own.precision, "--log-level", "error"]
-    ray = ["benchmarks.ray_serve", bundle, "--precision", own.precision]
-    ray += ["--applications", *own.applications]
+    ray = ["benchmarks.ray_serve", *plain[1:4], "--applications", *own.applications]
     devices = f"cpu*{usable_cores()}"
     with (
         running_module(*plain) as first,
@@ -59,9 +58,7 @@ def main() -> None:
     ):
         contenders = {"plain": (first, ""), "devices": (second, "")}
         contenders |= {name: (third, f"/{name}") for name in own.applications}
-        idle = {
-            name: spent_s(server[0], IDLE_S) / IDLE_S for name, (server, _) in contenders.items()
-        }
+        idle = {name: spent_s(pid, IDLE_S) / IDLE_S for name, ((pid, _), _) in contenders.items()}
         found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in contenders}
         for (pid, _), _ in contenders.values():
             processes.rest(pid)
@@ -118,12 +115,11 @@ def serve_on_ray(bundle: Path, precision: str, port: int, applications: Sequence
     )
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
     for name in applications:
-        cpus = cores if name == "one" else 1
-        replicas = cores // cpus
+        replicas = 1 if name == "one" else cores
         options = Options(
             bundles=(str(bundle),),
             settings={"precision": precision},
-            cpus=cpus,
+            cpus=cores // replicas,
             min_replicas=replicas,
             max_replicas=replicas,
         )
