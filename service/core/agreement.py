@@ -178,7 +178,7 @@ def _named_scores(result: Sequence[Any]) -> Iterator[tuple[str, float]]:
 
 
 def _without_score(one: Any) -> tuple[Any, ...]:
-    """Return a span or a token with the score 0. `_replace` takes five times as long."""
+    """Return a span or a token with the score 0. `_replace` takes 2.7 times as long."""
     place = one._fields.index("score")
     return *one[:place], 0.0, *one[place + 1 :]
 

@@ -15,7 +15,7 @@ from quartet import replay
 from service.api import receipts
 from service.bulk.predictor import post
 from service.core.agreement import outline
-from service.core.decode import LabelScore, SparseVector
+from service.core.decode import EntitySpan, LabelScore, SparseVector
 from service.embedded import EmbeddedService
 from tests.head_bundles import save_head
 
@@ -138,6 +138,10 @@ def test_the_sketch_of_an_old_receipt_is_made_again():
     found = sketch([np.arange(5, dtype=np.int8), 0.5, {"b": [LabelScore("x", 16.0)]}, None, sparse])
     expected = [25, -53, -41, -37, -17, -31, 41, 35, 37, -5, 35, 49, -49, 45, -63, -41]
     assert expected == (2 * found).tolist()
+    # Spans are in the order of their texts, so 12 is before 9.
+    spans = [EntitySpan("LOC", score, "a", start, 20) for score, start in ((1, 9), (2, 12), (4, 1))]
+    expected = [-3, -5, -3, -5, -7, -3, 3, 1, -3, 7, 1, -7, -5, -7, -7, -7]
+    assert expected == sketch([spans]).tolist()
 
 
 async def test_the_answer_finds_the_first_part_made(tiny_bundle, monkeypatch):
