@@ -26,7 +26,7 @@ from service.settings import usable_cores
 
 APPLICATIONS = ("one", "each")
 IDLE_S = 5.0
-SETTLE_S = 1.0  # after a server was stopped, and after its last request
+SETTLE_S = 1.0  # after a server was stopped
 
 
 def main() -> None:
@@ -45,11 +45,11 @@ def main() -> None:
     if own.port:
         serve_on_ray(own.bundle.resolve(), own.precision, own.port, own.applications)
         return
-    bundle = str(own.bundle.resolve())
+    served = [str(own.bundle.resolve()), "--precision", own.precision]
     texts = traffic.texts(traffic.MIXES["news"])
     inputs = [texts[i : i + own.texts] for i in range(0, len(texts) - own.texts + 1, own.texts)]
-    plain = ["service", bundle, "--precision", own.precision, "--log-level", "error"]
-    ray = ["benchmarks.ray_serve", *plain[1:4], "--applications", *own.applications]
+    plain = ["service", *served, "--log-level", "error"]
+    ray = ["benchmarks.ray_serve", *served, "--applications", *own.applications]
     devices = f"cpu*{usable_cores()}"
     with (
         running_module(*plain) as first,
@@ -58,7 +58,7 @@ def main() -> None:
     ):
         contenders = {"plain": (first, ""), "devices": (second, "")}
         contenders |= {name: (third, f"/{name}") for name in own.applications}
-        idle = {name: spent_s(pid, IDLE_S) / IDLE_S for name, ((pid, _), _) in contenders.items()}
+        idle = {name: processes.cores(pid, IDLE_S) for name, ((pid, _), _) in contenders.items()}
         found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in contenders}
         for (pid, _), _ in contenders.values():
             processes.rest(pid)
@@ -73,7 +73,7 @@ def main() -> None:
                 before = processes.cpu_s(pid)
                 load = uvloop.run(closed_loop(port, requests, own.connections, own.seconds))
                 cpu_s = (processes.cpu_s(pid) - before) * load.seconds / load.lasted
-                time.sleep(SETTLE_S)  # a batch that runs while the server is stopped is slow for it
+                processes.wait_until_idle(pid)
                 processes.rest(pid)
                 if number:  # the first round is slower
                     figures = 1000 * cpu_s / load.requests, load.rate, load.percentile(50)
@@ -89,13 +89,6 @@ def main() -> None:
         cpu_ms, per_s, p50_ms = np.median(rounds, axis=0)
         cpu, rate = [f"{np.median(r):>8.2f}  ({r.min():.2f}-{r.max():.2f})" for r in ratios[:2]]
         print(f"{name:<8}{cpu_ms:>8.2f}{cpu}{per_s:>9.0f}{rate}{p50_ms:>9.1f}{idle[name]:>10.2f}")
-
-
-def spent_s(pid: int, seconds: float) -> float:
-    """Return the processor seconds of a tree of processes in the next `seconds`."""
-    before = processes.cpu_s(pid)
-    time.sleep(seconds)
-    return processes.cpu_s(pid) - before
 
 
 def serve_on_ray(bundle: Path, precision: str, port: int, applications: Sequence[str]) -> None:

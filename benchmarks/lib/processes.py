@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
@@ -9,6 +10,8 @@ from pathlib import Path
 
 TICKS = os.sysconf("SC_CLK_TCK")
 PARENT, CPU, STARTED = 1, slice(11, 15), 19  # fields of `stat`, counted from the third on
+SETTLE_S = 20.0  # after a load, at most
+IDLE, IDLE_S = 0.3, 0.2  # cores and seconds: a server that takes less is idle
 
 
 def members(root: int) -> Iterator[tuple[int, list[str]]]:
@@ -31,6 +34,23 @@ def members(root: int) -> Iterator[tuple[int, list[str]]]:
 def cpu_s(root: int) -> float:
     """Processor seconds of a tree's processes and of those that they have waited for."""
     return sum(sum(map(int, stat[CPU])) for _, stat in members(root)) / TICKS
+
+
+def cores(root: int, seconds: float) -> float:
+    """Return how many cores a tree takes in the next `seconds`."""
+    before = cpu_s(root)
+    time.sleep(seconds)
+    return (cpu_s(root) - before) / seconds
+
+
+def wait_until_idle(root: int) -> None:
+    """Wait until a server has finished abandoned requests, so that they take no time in the next window.
+
+    A batch that runs while the server is stopped would also be a slow one for its estimates.
+    """
+    end = time.monotonic() + SETTLE_S
+    while time.monotonic() < end and cores(root, IDLE_S) >= IDLE:
+        pass
 
 
 def peak_mb(root: int) -> float:

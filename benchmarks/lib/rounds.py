@@ -8,7 +8,6 @@ over the rounds. A ratio to the first server is computed within each round befor
 
 import argparse
 import json
-import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -24,8 +23,6 @@ from benchmarks.lib.load_generator import Measured, closed_loop, request_bytes
 from benchmarks.lib.servers import WINDOW, Running, Server, StartError
 
 WARM_S = 0.7  # before each window
-SETTLE_S = 20.0  # after one, at most
-IDLE, IDLE_S = 0.3, 0.2  # share of a core, and seconds, below which a server is idle
 
 
 @dataclass(frozen=True)
@@ -192,7 +189,7 @@ def run_load(running: Running, load: Coroutine[Any, Any, Measured]) -> tuple[Mea
     before = processes.cpu_s(running.process.pid)
     found = uvloop.run(load)
     spent = processes.cpu_s(running.process.pid) - before
-    wait_until_idle(running)
+    processes.wait_until_idle(running.process.pid)
     return found, spent * found.seconds / found.lasted
 
 
@@ -203,7 +200,7 @@ def start(stack: ExitStack, server: Server, model: Path, scratch: Path) -> Runni
     """Start a server and stop it (SIGSTOP) until its turn. Raises Unavailable and StartError."""
     running = stack.enter_context(servers.serving(server, model, scratch))
     stack.callback(processes.wake, running.process.pid)  # before it is ended
-    wait_until_idle(running)
+    processes.wait_until_idle(running.process.pid)
     processes.rest(running.process.pid)
     return running
 
@@ -215,16 +212,6 @@ def working(running: Running) -> Iterator[None]:
         yield
     finally:
         processes.rest(running.process.pid)
-
-
-def wait_until_idle(running: Running) -> None:
-    """Wait until a server has finished abandoned requests, so that they do not take time in the next window."""
-    end = time.monotonic() + SETTLE_S
-    while time.monotonic() < end:
-        before = processes.cpu_s(running.process.pid)
-        time.sleep(IDLE_S)
-        if processes.cpu_s(running.process.pid) - before < IDLE * IDLE_S:
-            return
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------

@@ -70,6 +70,16 @@ def test_rest_and_wake(root):
     assert wait_for(root, "SSS") == "SSS"
 
 
+def test_waiting_ends_when_a_tree_is_idle():
+    """It takes as long as the load, and not the limit."""
+    load = "import time; end = time.monotonic() + 1\nwhile time.monotonic() < end: pass\ntime.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", load]) as process:
+        began = time.monotonic()
+        processes.wait_until_idle(process.pid)
+        assert 0.9 < time.monotonic() - began < processes.SETTLE_S
+        process.kill()
+
+
 def test_nobody():
     """A process that has ended has no memory, and signals to it do nothing."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
