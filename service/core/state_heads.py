@@ -22,11 +22,18 @@ Dense = tuple[Floats, Floats]  # weight `[D, in]` and bias `[D]`
 
 GELU = math.sqrt(2 / math.pi)
 
+
+def gelu(x: Floats) -> Floats:
+    """Return the approximation with tanh (Hendrycks and Gimpel 2016), because NumPy has no error function."""
+    inner: Floats = x + np.float32(0.044715) * x**3
+    factor: Floats = 1 + np.tanh(np.float32(GELU) * inner)
+    return 0.5 * x * factor
+
+
 ACTIVATIONS: Mapping[Activation, Callable[[Floats], Floats]] = {
     "none": lambda x: x,
     "tanh": np.tanh,
-    # The approximation with tanh (Hendrycks and Gimpel 2016), because NumPy has no error function.
-    "gelu": lambda x: 0.5 * x * (1 + np.tanh(np.float32(GELU) * (x + np.float32(0.044715) * x**3))),
+    "gelu": gelu,
 }
 POOLINGS: Mapping[str, Callable[[Floats], Floats]] = {
     "mean": lambda states: states.mean(axis=0),
