@@ -65,7 +65,7 @@ test: check ## Run make check, then every test without a marker (some minutes; A
 test-all: client-environments ## Run the slow and the exclusive tests (ARGS="-k ..." for some)
 	$(call run_tests,(slow or exclusive) and not nightly,the slow and the exclusive tests)
 
-ci: check client-environments ## Run make test and make test-all as one run, which builds the models of the tests once
+ci: client-environments $(VENV)/.test ## Run the tests of make test and make test-all in one run, which builds their models once
 	$(call run_tests,not nightly,all tests but the nightly ones)
 
 nightly: client-environments ## Run soaks, storms, overload and thousands of inputs, then make chaos, fuzz and versions (hours)
@@ -154,7 +154,7 @@ clean: ## Remove the environments and the files of tools
 
 # Environments of clients and schemas that conflict with the tests' packages, and helm: two minutes, 1 GB. Tests of
 # missing ones are skipped.
-client-environments: $(VENV)/.test
+client-environments: $(VENV)/.python
 	@$(RUN) -m tests.e2e.client_calls.environments || true
 	@$(RUN) -m tests.charts --fetch || true
 

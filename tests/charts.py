@@ -14,8 +14,6 @@ import textwrap
 import zipfile
 from pathlib import Path
 
-from service.settings import Settings
-
 ROOT = Path(__file__).parent.parent
 CHARTS = ROOT / "deploy" / "helm"
 CHART = CHARTS / "quartet"
@@ -38,6 +36,9 @@ HEAD = """\
 
 def renew_settings(schema: str) -> str:
     """Return the text of the schema with the names of all settings that a user of the chart may set."""
+    # Here, because --fetch runs before any package is installed.
+    from service.settings import Settings
+
     names = ", ".join(f'"{name}"' for name in Settings.model_fields if name not in OWN)
     block = "\n".join(textwrap.wrap(names, 104, initial_indent=INDENT, subsequent_indent=INDENT))
     start = r'("propertyNames": \{\s+"enum": \[\n)'
