@@ -6,6 +6,7 @@ mechanisms here are idle: every test runs alone, and a file is built for its onl
 
 import fcntl
 import json
+import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -28,6 +29,12 @@ FOLDER = pytest.StashKey[Path]()  # what the workers of a run share; absent with
 def pytest_configure(config: pytest.Config) -> None:
     if worker := getattr(config, "workerinput", None):
         config.stash[FOLDER] = Path(worker["folder"])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Return one worker more than there are processors, because tests wait for processes that they start."""
+    return len(os.sched_getaffinity(0)) + 1
 
 
 @pytest.hookimpl(optionalhook=True)
