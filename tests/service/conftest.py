@@ -2,6 +2,8 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
+from functools import cache
+from typing import Any
 
 import httpx
 import pytest
@@ -58,6 +60,17 @@ def engines(engine: FakeEngine) -> FakeEngines:
 @pytest.fixture
 def app(engines: FakeEngines) -> FastAPI:
     return create_app(Settings(), engines.open, Metrics())
+
+
+@cache
+def make_document() -> dict[str, Any]:
+    return create_app(Settings(), FakeEngines(FakeEngine()).open, Metrics()).openapi()
+
+
+@pytest.fixture
+def document() -> dict[str, Any]:
+    """The OpenAPI document of a service without keys. It takes half a second, and all tests read the same one."""
+    return make_document()
 
 
 @pytest.fixture

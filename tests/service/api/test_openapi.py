@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fastapi import FastAPI
 from jsonschema import Draft202012Validator
 
 from service.api.app import create_app
@@ -22,11 +21,6 @@ from tests.examples import collect
 from tests.service.fakes import FakeEngines
 
 TASK_STATUSES = [200, 400, 401, 403, 404, 405, 408, 413, 415, 422, 429, 431, 500, 503, 504]
-
-
-@pytest.fixture
-def document(app: FastAPI) -> dict[str, Any]:
-    return app.openapi()
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from fastapi import FastAPI
 
 DOCS = Path(__file__).parents[4] / "docs" / "how-to"
 # The page of each tag of the OpenAPI document.
@@ -55,8 +54,7 @@ REFUSED = [
 ]
 
 
-def properties(app: FastAPI, path: str) -> dict[str, Any]:
-    document = app.openapi()
+def properties(document: dict[str, Any], path: str) -> dict[str, Any]:
     operation = document["paths"][path]["post"]
     reference = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
     found: dict[str, Any] = document["components"]["schemas"][reference.rpartition("/")[2]]
@@ -64,9 +62,9 @@ def properties(app: FastAPI, path: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("tag", PAGES)
-def test_pages_have_every_endpoint(app, tag):
+def test_pages_have_every_endpoint(document, tag):
     """The page of an API has each of its operations."""
-    paths = app.openapi()["paths"]
+    paths = document["paths"]
     operations = {
         f"{method.upper()} {path}"
         for path, methods in paths.items()
@@ -79,12 +77,12 @@ def test_pages_have_every_endpoint(app, tag):
 
 
 @pytest.mark.parametrize("endpoint", DESCRIBED, ids=lambda one: f"{one.method} {one.path}")
-def test_pages_have_every_parameter(app, endpoint):
+def test_pages_have_every_parameter(document, endpoint):
     """A table has exactly the fields of the request, and others that are refused; each has a status."""
     if endpoint.method == "GET" or not endpoint.parameters:
-        assert endpoint.path in ({*app.openapi()["paths"], "/tei"})
+        assert endpoint.path in ({*document["paths"], "/tei"})
         return
-    fields = properties(app, endpoint.path)
+    fields = properties(document, endpoint.path)
     rows = endpoint.parameters
     assert STATUSES >= {*rows.values()}
     assert {*fields} <= {*rows}
@@ -96,9 +94,9 @@ def test_pages_have_every_parameter(app, endpoint):
 @pytest.mark.parametrize(
     ("endpoint", "name"), REFUSED, ids=[f"{one.path} {name}" for one, name in REFUSED]
 )
-async def test_refused_parameters_are_named(client, app, endpoint, name):
+async def test_refused_parameters_are_named(client, document, endpoint, name):
     """A request that sets a refused parameter is answered with its name."""
-    fields = properties(app, endpoint.path)
+    fields = properties(document, endpoint.path)
     valid = {key: value for key, value in FIELDS.items() if key in fields}
     if {"texts", "inputs"} <= valid.keys():
         del valid["inputs"]
