@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from model.attention import PackedLayout, real_slots, split_heads, to_slots
-from model.bert import ACTIVATIONS, MaskedLM, NextSentence, Pooler
+from model.bert import ACTIVATIONS, Bert, MaskedLM, NextSentence, Pooler
 from model.config import BertConfig
 from model.families.registry import family_of
 from model.pooling import POOLINGS
@@ -467,13 +467,18 @@ def make_masked_lm(config: BertConfig) -> nn.Module:
 
 
 class EncoderWithHeads(nn.Module):
-    """One encoder, its heads by name, and the manifest's description of each."""
+    """One encoder, its heads by name, and the manifest's description of each.
 
-    def __init__(self, config: BertConfig, heads: Mapping[str, Head]):
+    encoder: one without a pooler, in place of a new one, whose initial weights take seconds
+    """
+
+    def __init__(
+        self, config: BertConfig, heads: Mapping[str, Head], encoder: Bert | None = None
+    ) -> None:
         super().__init__()
         self.config = config
         self.described = dict(heads)
-        self.encoder = family_of(config).encoder(config, pooler=False)
+        self.encoder = encoder or family_of(config).encoder(config, pooler=False)
         self.heads = nn.ModuleDict()
         for name, head in heads.items():
             try:

@@ -243,8 +243,7 @@ def _multi_vector_encoder(folder: Path) -> EncoderWithHeads:
         late_interaction={**late.model_dump(), **lengths},
         demo=read_json(config_file(folder)).get("demo", False),
     )
-    model = EncoderWithHeads(encoder.config, {"late-interaction": head})
-    model.encoder = encoder
+    model = EncoderWithHeads(encoder.config, {"late-interaction": head}, encoder)
     model.heads["late-interaction"] = TokenEmbedding(nn.Sequential(*dense))
     return model.eval()
 
@@ -277,8 +276,7 @@ def _sentence_transformer(folder: Path) -> EncoderWithHeads:
         heads[name] = _embedding_head(folder, width, *own, **fields, **side)
     further = read_further_heads(folder, encoder.config.hidden_size, encoder.config.vocab_size)
     heads |= {name: head for name, (head, _) in further.items()}
-    model = EncoderWithHeads(encoder.config, heads)
-    model.encoder = encoder
+    model = EncoderWithHeads(encoder.config, heads, encoder)
     for name, (pooling, _, dense) in modules.items():
         model.heads[name] = SentenceEmbedding(pooling, nn.Sequential(*dense))
     for name, (_, module) in further.items():

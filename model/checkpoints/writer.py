@@ -105,8 +105,8 @@ def save_head(path: str | Path, model: EncoderWithHeads, name: str, tokenizer: P
     """Write one head of a model with the encoder, as a checkpoint of the hub's architecture for the head's task."""
     head = model.described[name]
     family = family_of(model.config)
-    single = EncoderWithHeads(model.config, {name: head})
-    single.encoder, single.heads[name] = model.encoder, model.heads[name]
+    single = EncoderWithHeads(model.config, {name: head}, model.encoder)
+    single.heads[name] = model.heads[name]
     if head.task == "late-interaction":
         _save_late_interaction(Path(path), single, head, tokenizer)
         return

@@ -136,8 +136,7 @@ def load_yes_no(folder: Path, scoring: YesNo) -> EncoderWithHeads:
         problem_type=scoring.problem_type,
         pair_prompt=scoring.before,
     )
-    model = EncoderWithHeads(encoder.config, {"classification": head})
-    model.encoder = encoder
+    model = EncoderWithHeads(encoder.config, {"classification": head}, encoder)
     with torch.no_grad():
         no = 0 if scoring.no is None else output[scoring.no]  # [H]
         score = output[scoring.yes] - no  # [H]

@@ -65,8 +65,8 @@ def load(source: str, device: torch.device) -> Teacher:
                 )
         model, tokenizer = whole.model, whole.tokenizer
     else:
-        model, tokenizer = EncoderWithHeads(reader.read_config(folder), {}), read_tokenizer(folder)
-        model.encoder = reader.load_encoder(folder, pooler=False)
+        encoder, tokenizer = reader.load_encoder(folder, pooler=False), read_tokenizer(folder)
+        model = EncoderWithHeads(encoder.config, {}, encoder)
     model.requires_grad_(False)
     return Teacher(source, model.eval().to(device), tokenizer)
 
