@@ -61,7 +61,7 @@ def kill(at: Desk, device: int) -> None:
     """Kill the process of a device, and wait until it is gone; the other's requests go on."""
     pid = computing(at)[device]
     os.kill(pid, signal.SIGKILL)
-    until(lambda: pid not in computing(at))
+    until(lambda: pid not in children(at.server)["inference"])
 
 
 def until_both_compute(at: Desk) -> None:
