@@ -340,7 +340,9 @@ def test_heads(case, task, tmp_path):
     more = {} if task == "qa" else {"num_labels": 3, "id2label": LABELS}
     peer = perturb(TASKS[task].from_config(case.config(**more)))
     peer.save_pretrained(tmp_path / "theirs")
+    generator = torch.get_rng_state()
     model = reader.load_model(tmp_path / "theirs")
+    assert torch.equal(generator, torch.get_rng_state())  # no initial values were drawn
     packed = sample(case)
     with torch.no_grad():
         found = model(*ours(packed))[task]

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from model.bert import Bert
 from model.checkpoints.card import PROVENANCE
@@ -54,6 +55,10 @@ from service.core.manifest import Head, Task
 
 M = TypeVar("M", bound=nn.Module)
 
+DRAWING = {  # functions that fill a tensor with random numbers
+    *(nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_),
+    *(Tensor.normal_, Tensor.uniform_),
+}
 MASKED_LM = ("fill-mask", "sparse-embedding")  # tasks of heads with an output matrix
 # Pretraining cannot resume without these parts; without a next-sentence head it begins with a fresh one.
 REQUIRED_PARTS = {"masked_lm": "masked language model", "replaced": "judge of replaced tokens"}
@@ -235,8 +240,17 @@ def make_encoder(make: Callable[[], M], config: BertConfig, folder: Path) -> M:
     return make_module(make, integers, config_file(folder), encoder_folder(folder))
 
 
+class WithoutDrawing(TorchFunctionMode):
+    """Writes zeros in place of random initial values, because drawing them takes longer than reading a checkpoint."""
+
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), named: Any = None) -> Any:
+        if function in DRAWING:
+            return (args[0] if args else named["tensor"]).zero_()
+        return function(*args, **(named or {}))
+
+
 def make_module(make: Callable[[], M], integers: Mapping[str, int], file: Path, folder: Path) -> M:
-    """Return a new module, whose weights are in a folder.
+    """Return a new module, whose weights are in a folder, without random initial values.
 
     Raises CheckpointError, before it takes memory, if it has more numbers than the weight files have bytes.
     integers: the fields of `file` that describe it
@@ -254,7 +268,8 @@ def make_module(make: Callable[[], M], integers: Mapping[str, int], file: Path, 
             f"{file}: {name} = {integers.get(name)} makes a model of {count:,} numbers, and its weight files have"
             f" {size:,} bytes: correct {name}, or download the weights again"
         )
-    return make()
+    with torch.no_grad(), WithoutDrawing():
+        return make()
 
 
 def _check_head(model: EncoderWithHeads, weights: Tensors, names: Names, folder: Path) -> None:
