@@ -29,8 +29,10 @@ def find_files(source: str) -> list[str]:
         found = find_remote(url)
         return [f"{name}?{query}" if query else name for name in found]
     pattern = f"{glob.escape(path)}/**/*" if Path(path).is_dir() else path
-    if pattern == path and ("*" not in path or Path(path).exists()):
+    if pattern == path and (Path(path).exists() or sources.is_hub(path)):
         return [source]
+    if "*" not in pattern:
+        raise DataError(f"{path}: no such file")
     base = path if Path(path).is_dir() else path.partition("*")[0].rpartition("/")[0]
     named = [
         name for name in glob.glob(pattern, recursive=True) if not is_hidden(name[len(base) :])
