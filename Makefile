@@ -62,20 +62,20 @@ setup: $(VENV)/.test ## Install the requirements of training, export and tests
 test: check ## Run make check, then every test without a marker (some minutes; ARGS="-k ..." for some)
 	$(call run_tests,not slow and not exclusive and not nightly,the tests without a marker)
 
-test-all: client-environments ## Run the slow and the exclusive tests (ARGS="-k ..." for some)
+test-all: client-environments $(VENV)/.test ## Run the slow and the exclusive tests (ARGS="-k ..." for some)
 	$(call run_tests,(slow or exclusive) and not nightly,the slow and the exclusive tests)
 
 ci: client-environments $(VENV)/.test ## Run the tests of make test and make test-all in one run, which builds their models once
 	$(call run_tests,not nightly,all tests but the nightly ones)
 
-nightly: client-environments ## Run soaks, storms, overload and thousands of inputs, then make chaos, fuzz and versions (hours)
+nightly: client-environments $(VENV)/.test ## Run soaks, storms, overload and thousands of inputs, then make chaos, fuzz and versions (hours)
 	@echo "Running the nightly tests"
 	@OMP_NUM_THREADS=1 $(RUN) -m pytest -m nightly --durations 10 $(ARGS)
 	@$(MAKE) --no-print-directory chaos
 	@$(MAKE) --no-print-directory fuzz
 	@$(MAKE) --no-print-directory versions
 
-clients: client-environments ## Call the service with unmodified clients of other servers; print each call and its result
+clients: client-environments $(VENV)/.test ## Call the service with unmodified clients of other servers; print each call and its result
 	@$(RUN) -m tests.e2e.client_calls
 
 versions: build/versions/lowest build/versions/highest ## Test the server with the lowest and the highest versions that pyproject.toml allows (minutes; needs a package index)
